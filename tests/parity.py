@@ -39,8 +39,8 @@ from omnilead.data_tools.io.terminal import echo, tell
 from omnilead.downstream.interop.fairseq import (
     Settings,
     Weights,
-    norm_spelling,
     read_model_config,
+    weight_norm_spelling,
     weights_from_fairseq,
     weights_to_fairseq,
 )
@@ -283,7 +283,7 @@ def compare_gradients(
     gradients = {}
     for name, p in model.named_parameters():
         gradients[name] = torch.zeros_like(p) if p.grad is None else p.grad
-    ours = weights_to_fairseq(gradients, case.config, norm_spelling(case.state))
+    ours = weights_to_fairseq(gradients, case.config, weight_norm_spelling(case.state))
     scale = max(float(g.abs().max()) for g in case.gradients.values())
     for name, reference in case.gradients.items():
         error = difference(ours[name], reference)
@@ -303,7 +303,7 @@ def compare_steps(case: ReferenceCase, runner: Runner, label: str) -> Iterator[C
         adam.param_groups[0]["eps"] = case.adam["eps"] / math.sqrt(correction)
         adam.step()
     weights = {name: p.detach() for name, p in runner.model.named_parameters()}
-    ours = weights_to_fairseq(weights, case.config, norm_spelling(case.state))
+    ours = weights_to_fairseq(weights, case.config, weight_norm_spelling(case.state))
     changed, wrong = 0.0, 0.0
     for name, reference in case.after.items():
         error = difference(ours[name], reference)

@@ -22,7 +22,7 @@ from omnilead.engine.settings.leads import describe_leads
 
 from ..inference.trained_model import THRESHOLD, TrainedModel, load, parse_head_info
 from ..inference.trees import Trees
-from ..tasks.kinds import KINDS, best_thresholds, sensitive_points
+from ..tasks.kinds import KINDS, best_thresholds, sensitivity_points
 from ..tasks.labels import TaskLabels
 from ..tasks.metrics import Array, has_few_patients
 from ..tasks.readout import Readout
@@ -236,7 +236,7 @@ def cross_validation(
             cross_validated["classes"][name] = {**counts, "auroc": auroc}
     if not KINDS[kind].has_thresholds:
         return {"cross_validated": nan_to_none(cross_validated)}
-    cross_validated["sensitive"] = sensitive_points(y_NK, scores_NK, names[used_K].tolist())
+    cross_validated["sensitive"] = sensitivity_points(y_NK, scores_NK, names[used_K].tolist())
     threshold_K = np.full(len(names), THRESHOLD)
     threshold_K[used_K] = best_thresholds(y_NK, scores_NK)
     return {"cross_validated": nan_to_none(cross_validated), "thresholds": threshold_K.tolist()}

@@ -44,7 +44,7 @@ from ..inference.outputs import (
 from ..inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
 from ..tasks.config import TaskConfig
 from ..tasks.join import records_in_several_datasets
-from ..tasks.kinds import KINDS, LEAST_POSITIVES, sensitive_points, sensitivity_sentences
+from ..tasks.kinds import KINDS, MIN_POSITIVES, sensitivity_points, sensitivity_sentences
 from ..tasks.labels import DX_ROLES_HINT, TaskLabels, read_task
 from ..tasks.metrics import (
     TOO_FEW_NOTE,
@@ -184,11 +184,13 @@ class TaskResult:
         is_few = has_few_patients(self.head.kind, labels, self.patients_N)
         without = ""
         if self.facts.get("role") == "valid" and self.head.thresholds:
-            points = sensitive_points(*self.record_labels_scores_patients()[:2], self.head.classes)
+            points = sensitivity_points(
+                *self.record_labels_scores_patients()[:2], self.head.classes
+            )
             if points or not is_few:
                 remarks += sensitivity_sentences(points, self.head.classes)
             else:
-                without = f"; a score with 95 % sensitivity takes {LEAST_POSITIVES} positives"
+                without = f"; a score with 95 % sensitivity takes {MIN_POSITIVES} positives"
         if half["patients"] == 1:
             remarks.append(f"All samples are from one patient: there are no intervals{without}.")
         elif is_few:

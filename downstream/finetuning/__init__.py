@@ -1,1 +1,1 @@
-"""Fine-tuning: what it trains, and what it starts from."""
+"""Fine-tuning: its settings, the model that it starts from, and what it trains."""

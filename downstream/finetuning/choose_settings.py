@@ -1,5 +1,5 @@
-"""Reads the settings of a fine-tuning. Without a config file, the kind of the labels and a schedule that
-suits their number are chosen:
+"""Reads the settings of a fine-tuning. Without a config file, the kind of the labels and the training
+schedule are chosen from the data:
 
     read_settings(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.labels": "my.csv", "run": "OUT"})
     read_settings(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.name": "sex", "run": "OUT"})
@@ -23,19 +23,20 @@ from omnilead.engine.training.run_folder import open_datasets
 
 from ..tasks.config import FinetuneConfig
 
-MAX_BATCH, MAX_EPOCHS, MAX_STEPS, MAX_VALIDATE_EVERY = 64, 40, 20_000, 500  # at most
-PATIENCE = 10  # validations without improvement
-LR_AT_PROBE = 1e-4  # learning rate of a model that begins at a probe
-# The learning rate of the authors' architecture is LR_WIDTH / width, at most LR
+# limits of the settings that are chosen
+MAX_BATCH, MAX_EPOCHS, MAX_STEPS, MAX_VALIDATE_EVERY = 64, 40, 20_000, 500
+PATIENCE = 10  # training stops after this many validations without improvement
+LR_FROM_PROBE = 1e-4  # learning rate if the head begins as a probe (task.head=start)
+# LR is the highest learning rate. The authors' architecture has LR_WIDTH / width if that is lower
 LR, LR_WIDTH = 1e-3, 0.064
 
 
 def read_settings(
     config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]
 ) -> FinetuneConfig:
-    """Returns the settings of `config`, or without it, those of the task that task.name or
-    task.labels names. What is not set is chosen from the data: the kind of the labels, the batch
-    size, the length of the training."""
+    """Returns the settings of `config` or, without it, those of the task that task.name or
+    task.labels names. In the latter case, what is not set is chosen from the data: the kind of the
+    labels, the batch size, the length of the training."""
     if config is not None:
         return load_config(config, overrides, FinetuneConfig)
     tree = apply_overrides({}, overrides)
@@ -49,16 +50,16 @@ def read_settings(
     check_config(wanted, world)
     datasets = open_datasets(wanted)
     wanted.require_files()
-    # Imports PyTorch, which takes seconds: a wrong setting or path is reported before
+    # Imported only after settings and paths were checked, since importing PyTorch takes seconds
     from ..tasks.guess import guess_kind
     from ..tasks.labels import read_task
-    from .start import drop_short_crops, read_start
+    from .start import drop_short_crops, read_start_model
 
     task = wanted.task
     guessed = bool(task.labels) and "kind" not in tree["task"]
     if guessed:
         task = guess_kind(task)
-    start = read_start(wanted.start, wanted.code)
+    start = read_start_model(wanted.start, wanted.code)
     labels = read_task(task, datasets, wanted.data.where)
     crops = len(drop_short_crops(labels, datasets, start.input).y_of("train"))
     batch = choose_batch(first, crops, world)
@@ -67,7 +68,7 @@ def read_settings(
         del chosen["steps"], chosen["epochs"]
     chosen |= saved_choices(wanted, chosen)
     own: Facts = {"train": chosen, "task": {"kind": task.kind}}
-    if start.weights is None:  # random convolutions are not worth freezing
+    if start.weights is None:  # convolutions with random weights must be trained
         own["encoder"] = {"feature_grad": 1.0}
     settled = build_config(merge(own, tree), FinetuneConfig)
     if os.environ.get("RANK", "0") == "0":
@@ -83,10 +84,10 @@ def choose_batch(train: TrainConfig, crops: int, world: int) -> int:
 
 
 def choose_training(wanted: FinetuneConfig, model: ModelConfig, batch: int, epoch: int) -> Facts:
-    """Chooses settings for a data set that is `epoch` batches long."""
+    """Returns training settings for data with `epoch` batches in an epoch."""
     rate, precision = LR, "auto"
     if wanted.task.head == "start":
-        rate, precision = LR_AT_PROBE, "fp32"
+        rate, precision = LR_FROM_PROBE, "fp32"
     elif not model.encoder:
         rate = min(LR, LR_WIDTH / model.width)
     return {
@@ -103,7 +104,7 @@ def choose_training(wanted: FinetuneConfig, model: ModelConfig, batch: int, epoc
 
 
 def saved_choices(wanted: FinetuneConfig, chosen: Mapping[str, Any]) -> Facts:
-    """Returns what the run to be resumed had chosen, perhaps on another number of ranks."""
+    """Returns what the run that is to be resumed had chosen, perhaps on another number of ranks."""
     before = Path(wanted.run, "config.yaml")
     begun = before.is_file() and any(Path(wanted.run, "checkpoints").glob("step-*"))
     saved = read_mapping(before) if begun else {}
@@ -114,7 +115,8 @@ def saved_choices(wanted: FinetuneConfig, chosen: Mapping[str, Any]) -> Facts:
 
 
 def add_task_settings(tree: Facts) -> Facts:
-    """Adds the settings of the task that task.name or task.labels names."""
+    """Returns the settings, and those of the task that task.name names. For a label table
+    (task.labels) adds only the name of the task."""
     task = tree.get("task", {})
     if name := task.pop("name", None):
         return merge(read_yaml(find_config(name, "tasks", Flag("--task")), "tasks"), tree)

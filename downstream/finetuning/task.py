@@ -61,30 +61,31 @@ from omnilead.engine.training.validation import eval_mode, predict_on_ranks
 
 from ..tasks.classifier import Classifier, lr_shares_and_weights
 from ..tasks.config import FinetuneConfig
-from ..tasks.kinds import KINDS, Kind, Targets, best_thresholds, listed_classes
+from ..tasks.kinds import KINDS, Kind, Targets, best_thresholds, join_selected
 from ..tasks.labels import DX_ROLES_HINT, TaskLabels, read_task
 from ..tasks.metrics import MEASURES, Array, identification_scores, measure
 from ..tasks.people import unknown_patients_remark
-from ..tasks.readout import PAPER, Readout
+from ..tasks.readout import PAPER_READOUT, Readout
 from ..tasks.splits import SPLITS, TRAIN
 from .start import (
-    Start,
+    StartModel,
+    choose_readout,
     drop_short_crops,
-    read_start,
-    readout_for,
+    read_start_model,
     select_leads,
     with_exact_weights,
 )
 
-LABELS_MAY_CHANGE = ("labels.unknown_patients", "labels.center", "labels.scale")  # facts
+# Facts on the labels that may change when a run is resumed
+LABELS_MAY_CHANGE = ("labels.unknown_patients", "labels.center", "labels.scale")
 
 
 def make_targets(labels: TaskLabels) -> Targets:
-    """Returns what is learnt; ConfigError if the labels cannot be learnt."""
+    """Returns what a model learns from the labels; raises ConfigError if they cannot be learnt."""
     task = labels.task
     name, balanced = labels.name or "data.datasets", task.class_weights == "balanced"
     kind = KINDS[task.kind]
-    return kind.targets(labels.y, labels.y_of("train"), labels.classes, name, balanced)
+    return kind.make_targets(labels.y, labels.y_of("train"), labels.classes, name, balanced)
 
 
 def read_labels(config: FinetuneConfig, datasets: Sequence[Dataset]) -> TaskLabels:
@@ -92,7 +93,7 @@ def read_labels(config: FinetuneConfig, datasets: Sequence[Dataset]) -> TaskLabe
     columns = labels.table.column_names if labels.table else []
     if config.task.folds and ("fold" not in columns or not labels.task.folds):
         raise ConfigError(
-            "task.folds: would be ignored, since the label table has no column `fold` or "
+            "task.folds would be ignored, since the label table has no column `fold`, or because of "
             f"task.split={config.task.split}: leave it out"
         )
     return labels
@@ -101,8 +102,8 @@ def read_labels(config: FinetuneConfig, datasets: Sequence[Dataset]) -> TaskLabe
 def read_checked_labels(
     config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks
 ) -> TaskLabels:
-    """Reads the labels, and refuses leakage between datasets, whose roles were drawn separately.
-    Called by all ranks."""
+    """Returns the labels, and refuses leakage between datasets, as their roles were drawn
+    separately. All ranks call it together."""
     labels = read_labels(config, datasets)
     if labels.is_split_by_role:
         trained, held_out = [], []
@@ -113,12 +114,12 @@ def read_checked_labels(
     return labels
 
 
-class HeldOut(NamedTuple):
-    """The crops that validation measures."""
+class HeldOutCrops(NamedTuple):
+    """The crops on which validation measures the model."""
 
     crops: list[tuple[Dataset, int]]
-    y: Array  # labels [N, K]; of identity: patients [N]
-    windows_N: Array  # how many windows each crop has
+    y: Array  # labels [N, K]; for identity, patients [N]
+    windows_N: Array  # number of windows of each crop
 
 
 @dataclass(eq=False, kw_only=True)
@@ -143,22 +144,23 @@ class FinetuneTask(TrainingTask):
     kind: Kind
     labels: TaskLabels
     label_facts: Facts
-    start: Start
+    start: StartModel
     architecture: ModelConfig
-    weights: dict[str, Tensor] | None  # the encoder's first weights; None: random
-    halves: list[Array]  # which halves each crop has, by dataset
+    weights: dict[str, Tensor] | None  # weights with which the encoder begins; None: random weights
+    halves: list[Array]  # for each dataset, the number of halves (of 5 s) of each crop
     targets: Targets
     readout: Readout
-    held_out: HeldOut
-    encoder: nn.Module | None  # None: the authors' encoder
-    thresholds: list[float] = field(default_factory=list)  # from the last validation
+    held_out: HeldOutCrops
+    encoder: nn.Module | None  # an encoder that is not the authors'; None: the authors' encoder
+    # thresholds of the classes, from the last validation
+    thresholds: list[float] = field(default_factory=list)
 
     @classmethod
     def prepare(cls, config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> Self:
         kind = KINDS[config.task.kind]
         all_labels = read_checked_labels(config, datasets, ranks)
         best = best_metric_and_sign(config.train.best, validation_metrics(all_labels))
-        start = read_start(config.start, config.code)
+        start = read_start_model(config.start, config.code)
         labels = drop_short_crops(all_labels, datasets, start.input)
         architecture = config.tuned_architecture(start.model)
         weights = select_leads(start, config) if start.weights else None
@@ -168,7 +170,7 @@ class FinetuneTask(TrainingTask):
         halves = [dataset.column("halves") for dataset in datasets]
         selection = training_selection(labels, datasets, model_input)
         targets = make_targets(labels)
-        readout = readout_for(start, config, labels)
+        readout = choose_readout(start, config, labels)
         held_out = held_out_crops(config, datasets, labels, model_input, halves)
         remarks = [
             *labels.remarks,
@@ -212,20 +214,20 @@ class FinetuneTask(TrainingTask):
         return self.kind.name == "identity"
 
     def may_change(self, fact: str) -> bool:
-        """True for `definition`: it repeats the settings of the task, which are compared by
-        themselves."""
+        """Returns True for facts that may change when a run is resumed. `definition` is among them,
+        as the settings of the task, which it repeats, are compared by themselves."""
         return fact in LABELS_MAY_CHANGE or fact.startswith("labels.definition.")
 
     def resume_facts(self) -> Facts:
-        """Adds the starting model: a resumed run must start from the same one, and an export needs
-        its architecture."""
+        """Returns the facts that must not change when a run is resumed. They include the start
+        model, whose architecture an export needs as well."""
         model = self.architecture
         architecture = asdict(model) | {"encoder": portable_spec(model.encoder)}
-        if not model.causal:  # runs of earlier versions lack this setting
+        if not model.causal:  # left out, as runs of earlier versions lack this setting
             del architecture["causal"]
         facts: Facts = super().resume_facts()
         facts["finetuning"] = {"architecture": architecture, "start": self.start.name}
-        if self.readout != (PAPER,):
+        if self.readout != (PAPER_READOUT,):
             facts["finetuning"]["readout"] = "+".join(self.readout)
         facts["labels"] = dict(self.label_facts)
         if self.kind.has_scale:
@@ -233,10 +235,11 @@ class FinetuneTask(TrainingTask):
                 "center": self.targets.center_K.tolist(),
                 "scale": self.targets.scale_K.tolist(),
             }
-        facts = json.loads(json.dumps(facts))  # as a checkpoint returns it
+        # JSON types, as in the facts that a checkpoint returns
+        facts = json.loads(json.dumps(facts))
         if not self.input.uses_stored_halves:
             facts["input"] = self.input.preprocessing_fields
-        if self.kind.name == "survival":  # its loss compares the patients of a micro-batch
+        if self.kind.name == "survival":  # the loss compares the patients of a micro-batch
             candidates = micro_batch_and_passes(self.config, self.ranks.world)[0] * self.ranks.world
             facts["train.micro_batch x ranks"] = candidates
         return facts
@@ -246,7 +249,7 @@ class FinetuneTask(TrainingTask):
 
     def explanations(self) -> Facts:
         differs = []
-        frozen = self.config.encoder.frozen  # in eval mode also in training
+        frozen = self.config.encoder.frozen  # a frozen encoder has no dropout in training, either
         if encoders.has_dropout(self.encoder, self.architecture) and not frozen:
             differs.append("dropout is off")
         if augmentations := self.config.augment.descriptions:
@@ -292,8 +295,8 @@ class FinetuneTask(TrainingTask):
 
     @torch.no_grad()
     def _begin_at_means(self, model: Classifier) -> None:
-        """Sets each class vector to the mean unit embedding of its class, minus the mean of all,
-        which dominates every one."""
+        """Sets each class vector to the mean unit embedding of its class, minus the mean of all
+        embeddings, which would dominate every class vector."""
         encoder = model.encoder.eval()
         crops, exists, classes = [], [], []
         for n, y in enumerate(self.targets.y):
@@ -313,7 +316,7 @@ class FinetuneTask(TrainingTask):
     def _outputs_on_ranks(
         self, crops: list[tuple[Dataset, int]], forward: Any, between: Between = lambda: None
     ) -> Tensor:
-        """Outputs for all windows that a crop may have."""
+        """Returns the outputs for the windows of each crop, as many as a full crop has."""
         return predict_on_ranks(
             self.config,
             self.ranks,
@@ -325,12 +328,12 @@ class FinetuneTask(TrainingTask):
         )
 
     def _existing_windows(self, halves_B: Array) -> Array:
-        """bool [B, S]: True for windows that crops have."""
+        """Returns bool [B, S]: True for windows that the crop has, as short crops have fewer."""
         return np.asarray(
             np.arange(self.input.count_windows()) < self.input.count_windows(halves_B)[:, None]
         )
 
-    def seen(self, batch: Batch) -> Tensor:
+    def shown_signals(self, batch: Batch) -> Tensor:
         if self.input.uses_stored_halves:
             return batch.x_BSLT
         assert batch.keep_BSL1 is not None
@@ -340,7 +343,8 @@ class FinetuneTask(TrainingTask):
         )
 
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
-        """x_BSLT, labels, which windows exist, weights of the labels, margin of ArcFace."""
+        """Returns x_BSLT, the labels, which windows exist, the weights of the labels, and the
+        margin of ArcFace."""
         task, device = self.config.task, batch.x_BSLT.device
         y = batch.places.take(self.targets.y)
         exists_BS = self._existing_windows(batch.places.take(self.halves)).astype(np.float32)
@@ -350,21 +354,23 @@ class FinetuneTask(TrainingTask):
         if self.identifies:
             share = min(1.0, step / (task.margin_warmup * total)) if task.margin_warmup else 1.0
             margin = torch.tensor(share * task.margin, dtype=torch.float64)
-        x_BSLT = self.seen(batch).to(dtype_of(self.config))
+        x_BSLT = self.shown_signals(batch).to(dtype_of(self.config))
         return x_BSLT, to_device(y, device), to_device(exists_BS, device), weights_BK, margin
 
     def validate(self, engine: Any, between: Between) -> dict[str, float]:
         if not self.held_out.crops:
             return {}
         out_BSD = self._held_out_outputs(engine, len(self.held_out.crops), between)
-        if self.identifies:  # the second window of each crop among all first ones
+        # compares the second window of each crop with the first windows of all crops
+        if self.identifies:
             ids: Any = self.held_out.y
             first_BD, second_BD = out_BSD[:, :2].numpy().swapaxes(0, 1)
             score = identification_scores(first_BD, ids, second_BD, ids)
             return {"identification_accuracy": float(score["accuracy"])}
         windows_N = self.held_out.windows_N
         exists_BS = torch.arange(out_BSD.shape[1]) < torch.from_numpy(windows_N)[:, None]
-        logits_RK = out_BSD[exists_BS]  # each window is a sample, as halves are in the paper
+        # each window counts as a sample, like the halves in the paper
+        logits_RK = out_BSD[exists_BS]
         y_RK = np.repeat(self.held_out.y, windows_N, axis=0)
         targets_RK = torch.from_numpy(self.targets.standardise(y_RK))
         loss_RK, known_RK = self.kind.cell_losses_and_known(logits_RK, targets_RK)
@@ -378,7 +384,8 @@ class FinetuneTask(TrainingTask):
         return {"thresholds": self.thresholds} if self.thresholds else {}
 
     def _held_out_outputs(self, engine: Any, crops: int, between: Between = lambda: None) -> Tensor:
-        """Logits (diagnosis) or embeddings of the first held-out crops, on the CPU."""
+        """Returns the outputs for the first held-out crops, on the CPU: embeddings for identity,
+        else logits."""
         count = int(self.input.count_windows())
 
         def forward(x_RLT: Tensor) -> Tensor:
@@ -404,7 +411,7 @@ class FinetuneTask(TrainingTask):
         return {
             "model": made["architecture"],
             "head": head,
-            "readout": made.get("readout", PAPER),
+            "readout": made.get("readout", PAPER_READOUT),
         }
 
     @staticmethod
@@ -415,7 +422,7 @@ class FinetuneTask(TrainingTask):
         head = portable_spec(task.head) or "a linear layer"
         outputs = f"Mean over time, then {head}: {task.kind} (config.json, head)."
         if task.head == "start":
-            read = state["finetuning"].get("readout", PAPER)
+            read = state["finetuning"].get("readout", PAPER_READOUT)
             outputs = f"Read out as {read}, then a linear layer that began as a probe: {task.kind}."
         if task.head == "attention":
             outputs = (
@@ -437,7 +444,7 @@ class FinetuneTask(TrainingTask):
     def crop_uses(
         config: FinetuneConfig, state: Facts, run: Path, datasets: Sequence[Dataset]
     ) -> list[tuple[Dataset, Array, str]]:
-        if (run / LABELS).exists():  # the table itself may have changed
+        if (run / LABELS).exists():  # the user's own table may have changed since
             config = config.model_copy(
                 update={"task": replace(config.task, labels=str(run / LABELS))}
             )
@@ -464,9 +471,9 @@ class FinetuneTask(TrainingTask):
 
 
 def own_encoder_and_flops(
-    config: FinetuneConfig, architecture: ModelConfig, start: Start, model_input: Input
+    config: FinetuneConfig, architecture: ModelConfig, start: StartModel, model_input: Input
 ) -> tuple[nn.Module | None, float]:
-    """Returns an encoder that is not the authors', if any, and the FLOPs of a crop."""
+    """Returns the encoder, if it is not the authors' (else None), and the FLOPs of a crop."""
     encoder, _ = encoders.encoder_and_token_count(
         architecture, False, dtype_of(config), config.train.seed, start.kind, model_input.samples
     )
@@ -481,8 +488,8 @@ def held_out_crops(
     labels: TaskLabels,
     model_input: Input,
     halves: Sequence[Array],
-) -> HeldOut:
-    # identification compares the first two windows of a crop
+) -> HeldOutCrops:
+    # Identification compares the first two windows of a crop
     needed = 2 if config.task.kind == "identity" else 1
     crops, y, windows = [], [], []
     for n, dataset in enumerate(datasets):
@@ -493,22 +500,24 @@ def held_out_crops(
         y.append(labels.y[n][rows])
         windows.append(windows_N[windows_N >= needed])
     most = config.train.valid_batches * config.train.batch_crops
-    return HeldOut(crops[:most], np.concatenate(y)[:most], np.concatenate(windows)[:most])
+    return HeldOutCrops(crops[:most], np.concatenate(y)[:most], np.concatenate(windows)[:most])
 
 
-def leakage_remarks(start: Start, datasets: Sequence[Dataset], labels: TaskLabels) -> list[str]:
+def leakage_remarks(
+    start: StartModel, datasets: Sequence[Dataset], labels: TaskLabels
+) -> list[str]:
     held_out = [np.flatnonzero(split > TRAIN) for split in labels.split]
     return seen_notes(start.seen, datasets, held_out, labels.patients, "in validation or test")
 
 
-def validation_remarks(kind: Kind, labels: TaskLabels, held_out: HeldOut) -> list[str]:
+def validation_remarks(kind: Kind, labels: TaskLabels, held_out: HeldOutCrops) -> list[str]:
     if not held_out.crops:
         return ["no validation crops: the newest checkpoint counts as the best"]
     if why := kind.why_no_best_step(held_out.y):
         return [f"{why}: the newest checkpoint counts as the best"]
     if not kind.has_thresholds:
         return []
-    absent = listed_classes(labels.classes, ~(held_out.y > 0).any(0))
+    absent = join_selected(labels.classes, ~(held_out.y > 0).any(0))
     return [f"no positive examples in validation, threshold 0.5: {absent}"] if absent else []
 
 
@@ -520,7 +529,7 @@ def validation_metrics(labels: TaskLabels) -> tuple[str, ...]:
 def training_selection(
     labels: TaskLabels, datasets: Sequence[Dataset], model_input: Input
 ) -> Selection:
-    """Returns the crops to train on."""
+    """Returns the crops to train on; raises ConfigError if a dataset has none."""
     rows = [labels.rows_of_dataset(n, "train") for n in range(len(datasets))]
     for dataset, some in zip(datasets, rows, strict=True):
         if not len(some):
@@ -540,9 +549,9 @@ def training_selection(
 
 
 def split_remark(labels: TaskLabels) -> str:
-    """Says what is learnt, and from how many crops. For example: rhythm is multiclass (each ECG has
-    exactly one of them): AF, SR. Crops of 10 s: 800 to learn from, 100 to choose the best step by,
-    100 for the test, which training never sees"""
+    """Returns a remark on what is learnt, and from how many crops. For example: rhythm is
+    multiclass (each ECG has exactly one of them): AF, SR. Crops of 10 s: 800 to learn from, 100 to
+    choose the best step by, 100 for the test, which training never sees"""
     counts = {}
     for split in SPLITS[1:]:
         counts[split] = sum(len(labels.rows_of_dataset(n, split)) for n in range(len(labels.y)))

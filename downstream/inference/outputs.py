@@ -46,7 +46,7 @@ from omnilead.engine.settings.errors import ConfigError, Facts, OutputError, joi
 from omnilead.engine.settings.leads import ALL_LEADS, describe_leads
 
 from ..tasks.kinds import KINDS, Array
-from ..tasks.readout import PAPER
+from ..tasks.readout import PAPER_READOUT
 from .ecg_reader import CROP_COLUMNS, FLAGS_COLUMN, PATH_COLUMN, CropSource, Per, Skipped
 from .trained_model import NOT_FINITE_MESSAGE, TrainedModel
 
@@ -101,7 +101,9 @@ def embedding_output(model: TrainedModel, readout: str = "") -> Output:
     model's own read-out."""
     parts = model.suitable_readout(readout)
     output = vector_output(model, partial(model.read, readout=parts), model.readout_width(parts))
-    return output if parts == (PAPER,) else output._replace(job={"readout": "+".join(parts)})
+    return (
+        output if parts == (PAPER_READOUT,) else output._replace(job={"readout": "+".join(parts)})
+    )
 
 
 def vector_output(model: TrainedModel, forward: Callable[[Tensor], Tensor], width: int) -> Output:

@@ -71,10 +71,17 @@ from omnilead.engine.settings.leads import describe_leads, leads_in_order
 from omnilead.engine.settings.metrics import METRIC_OF, label_of
 from omnilead.engine.settings.run_files import number_or_nan
 
-from ..tasks.classifier import build_head, sees_tokens
+from ..tasks.classifier import build_head, takes_tokens
 from ..tasks.config import TaskKind
 from ..tasks.kinds import KINDS, sensitivity_sentences
-from ..tasks.readout import PAPER, Readout, measures_signal, parse_readout, read_out, readout_width
+from ..tasks.readout import (
+    PAPER_READOUT,
+    Readout,
+    measures_signal,
+    parse_readout,
+    read_out,
+    readout_width,
+)
 from .trees import Trees
 
 # A unit is refused if the median sample is above the first limit, or if the peak of the median lead
@@ -216,7 +223,7 @@ class TrainedModel(nn.Module):
         self.code: dict[str, bytes] = {}
         # which ECGs the model was trained on, as in engine.data.seen
         self.seen = unknown_seen_record()
-        self.readout = self.suitable_readout(config.get("readout", PAPER))
+        self.readout = self.suitable_readout(config.get("readout", PAPER_READOUT))
         self.eval()
 
     def note_on_rates(self, rates_hz: Iterable[float]) -> str:
@@ -312,7 +319,7 @@ class TrainedModel(nn.Module):
 
     def pool_tokens(self, x_RLT: Tensor) -> Tensor:
         """Returns embeddings c_RD in float32: the mean over the tokens, as in the paper."""
-        return self.read(x_RLT, (PAPER,))
+        return self.read(x_RLT, (PAPER_READOUT,))
 
     def read(self, x_RLT: Tensor, readout: Readout) -> Tensor:
         """Returns embeddings in float32 with this read-out, whose parts are concatenated."""
@@ -339,7 +346,7 @@ class TrainedModel(nn.Module):
         if isinstance(self.head, Trees) and not c_RND.isfinite().all():
             # Trees would take NaN for a value that was not measured
             raise ConfigError(NOT_FINITE_MESSAGE)
-        if not sees_tokens(self.head):
+        if not takes_tokens(self.head):
             c = read_out(self.readout, c_RND, x_RLT, self.input.leads)
         y: Tensor = self.head(c.to(next(self.head.parameters()).dtype))
         return y.float()
@@ -541,7 +548,7 @@ def class_in_folder(folder: Path, spec: str, code: bool, part: str) -> Any:
 def parse_model_readout(document: Mapping[str, Any], path: Path) -> Readout:
     """Returns the model's own read-out, `readout` in config.json."""
     try:
-        return parse_readout(str(document.get("readout", PAPER)))
+        return parse_readout(str(document.get("readout", PAPER_READOUT)))
     except ConfigError as error:
         raise LoadError(f"{path}: {error}") from None
 

@@ -1,1 +1,1 @@
-"""Models to and from other programs: fairseq-signals, ONNX, the Hugging Face Hub."""
+"""Converts models from and to other programs: fairseq-signals, ONNX, the Hugging Face Hub."""

@@ -1,5 +1,5 @@
-"""Convert fairseq-signals checkpoints to model folders and back, exactly, and other weights together
-with the class that they are for: see downstream/convert.py.
+"""Converts fairseq-signals checkpoints to model folders and back, exactly. Also converts other
+weights, together with the class that uses them: see downstream/convert.py.
 
     notes = from_fairseq(Path("CKPT.pt"), Path("OUT"), classes="label_def.csv")
     to_fairseq(Path("RUN"), Path("OUT.pt"))
@@ -67,22 +67,23 @@ from .fairseq import (
     Settings,
     Weights,
     fairseq_settings,
-    norm_spelling,
     output_count,
     read_model_config,
     read_setting,
     shapes_of,
+    weight_norm_spelling,
     weights_from_fairseq,
     weights_to_fairseq,
 )
 from .hub import front_matter
 
-# Paths of z-scored training signals contain one of these
+# A path with one of these names has z-scored training signals
 ZSCORED_NAMES = ("mimic_iv_ecg", "mimic-iv-ecg", "ecg_fm", "ecg-fm", "ecgfm")
 
 
-MAX_PICKLE = 256 * 2**20  # bytes, without the tensors, which are stored separately
-# Shared objects count each time they occur
+# bytes of pickled objects, without the tensors, which are stored separately
+MAX_PICKLE = 256 * 2**20
+# Limits of settings written as JSON, where a shared object counts each time it occurs
 MAX_SETTINGS = 100_000  # JSON tokens
 MAX_JSON = 64 * 2**20  # characters
 
@@ -90,16 +91,16 @@ MAX_JSON = 64 * 2**20  # characters
 def from_fairseq(
     checkpoint: Path, out: Path, scale: str = "auto", fs_hz: float | None = None, classes: str = ""
 ) -> list[str]:
-    """Converts a checkpoint to a model folder. Returns notes on what was assumed. `classes`: names
-    of a classifier's outputs, or a file of them."""
+    """Converts a checkpoint to a model folder. Returns notes on what was assumed. `classes`: the
+    names of a classifier's outputs, or a file with these names."""
     require_new_or_empty_folder(out)
     content = read_checkpoint(checkpoint)
     cfg, args = as_json(content.get("cfg")), as_json(content.get("args"))
     if not isinstance(cfg, dict) or not isinstance(cfg.get("model"), dict):
-        cfg = {"model": args, "task": args}  # old checkpoints have flat settings
+        cfg = {"model": args, "task": args}  # old checkpoints have all settings in `args`
     if not isinstance(cfg["model"], dict):
         raise ConfigError(
-            f"{checkpoint}: no model settings: is it a checkpoint of fairseq-signals?"
+            f"{checkpoint}: has no settings of a model: is it a checkpoint of fairseq-signals?"
         )
     state = float_tensors(content.get("model"), checkpoint)
     config = read_model_config(cfg["model"])
@@ -110,14 +111,14 @@ def from_fairseq(
         "model": asdict(config),
         "fairseq": {
             "cfg": cfg,
-            "spelling": norm_spelling(state),
+            "spelling": weight_norm_spelling(state),
             "order": list(state),
             "optimizer_history": as_json(content.get("optimizer_history")),
         },
     }
     names = class_names(classes, output_count(state))
     if names:
-        document["head"] = _head_document(cfg, names)
+        document["head"] = _head_section(cfg, names)
     if names and not classes:
         notes.append(
             f"its {len(names)} outputs were named {names[0]} to {names[-1]}: set names with "
@@ -136,8 +137,8 @@ def preprocessing_document(
     window_s: float = 5.0,
     band_hz: list[float] | None = None,
 ) -> Settings:
-    """Returns preprocessing.json of a converted model. `leads`: their number if their names are
-    unknown."""
+    """Returns preprocessing.json of a converted model. `leads`: their names or, if these are
+    unknown, their number."""
     band = {"band_hz": band_hz} if band_hz else {}
     return {
         "fs_hz": fs_hz,
@@ -152,7 +153,8 @@ def preprocessing_document(
 def _preprocessing_and_notes(
     cfg: Settings, config: ModelConfig, scale: str, fs_hz: float | None
 ) -> tuple[Settings, list[str]]:
-    """Returns the input that the checkpoint's settings describe; arguments take precedence."""
+    """Returns the input that the checkpoint's settings describe, and notes on what was assumed. The
+    arguments `scale` and `fs_hz` take precedence over the settings."""
     task, notes = _settings_section(cfg, "task"), []
     # A fine-tuned checkpoint keeps the settings of its pre-training among those of its model
     model = _settings_section(cfg["model"], "args") or _settings_section(cfg["model"], "w2v_args")
@@ -198,7 +200,8 @@ def _preprocessing_and_notes(
 
 
 def _parse_leads(loaded: Any) -> list[int]:
-    """Parses `leads_to_load`: names or numbers, or such a list as text."""
+    """Returns the leads in `leads_to_load`, which is a list of names or numbers, or a text of such
+    a list."""
     listed = ast.literal_eval(loaded[:MAX_TEXT]) if isinstance(loaded, str) else loaded
     return list(leads_in_order([LEADS[n] if isinstance(n, int) else n for n in listed]))
 
@@ -209,17 +212,21 @@ def _settings_section(settings: Settings, name: str) -> Settings:
 
 
 def _guess_scale(cfg: Settings) -> str:
-    """Returns the scale of the input. ECG-FM was trained on z-scored files, which only their paths
-    reveal."""
+    """Returns the scale of the input. It is a guess for ECG-FM, whose training signals were
+    z-scored, as only their paths reveal."""
     task = _settings_section(cfg, "task")
     model_and_task = {**cfg["model"], **task}
     if model_and_task.get("filter"):
-        raise _unconvertible(
-            "filter", model_and_task["filter"], "its signals were filtered by NeuroKit2"
+        raise _unconvertible_error(
+            "filter",
+            model_and_task["filter"],
+            "the model was trained on signals filtered by NeuroKit2",
         )
     if model_and_task.get("normalize") and model_and_task.get("mean_path"):
-        raise _unconvertible(
-            "mean_path", model_and_task["mean_path"], "its means are in another file"
+        raise _unconvertible_error(
+            "mean_path",
+            model_and_task["mean_path"],
+            "the means that normalise its signals are in another file",
         )
     if model_and_task.get("normalize") is True:
         return "layernorm"
@@ -227,7 +234,7 @@ def _guess_scale(cfg: Settings) -> str:
     return "zscore" if any(name in paths for name in ZSCORED_NAMES) else "millivolt"
 
 
-def _unconvertible(key: str, value: Any, why: str) -> ConfigError:
+def _unconvertible_error(key: str, value: Any, why: str) -> ConfigError:
     return ConfigError(
         f"task.{key}={str(value)[:80]} in the checkpoint's settings: {why}: to convert it anyway, "
         "give --input millivolt or zscore"
@@ -235,22 +242,22 @@ def _unconvertible(key: str, value: Any, why: str) -> ConfigError:
 
 
 def class_names(text: str, outputs: int) -> list[str]:
-    """Reads names from A,B,C; or from a file: the column `name` of a CSV (such as ECG-FM's
+    """Returns the names in a text A,B,C; or in a file: the column `name` of a CSV (such as ECG-FM's
     label_def.csv), or one name per line."""
     if not text:
         return [f"class_{i}" for i in range(outputs)]
     if not outputs:
         raise ConfigError(
             f"--classes {text[:80]}: the checkpoint is only pre-trained, without a classifier: "
-            "leave it out"
+            "leave --classes out"
         )
     names = [name.strip() for name in text.split(",")]
     if os.path.isfile(text) or text.endswith((".csv", ".txt")):
         names = _read_names(text)
     if len(names) != outputs or len(set(names)) < len(names) or "" in names:
         raise ConfigError(
-            f"--classes {text[:80]}: {len(set(names))} names: must be {outputs}, in the order of "
-            "the outputs"
+            f"--classes {text[:80]}: {len(set(names))} names, but the classifier has {outputs} outputs: "
+            "give a different name for each, in the order of the outputs"
         )
     return names
 
@@ -268,9 +275,9 @@ def _read_names(file: str) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def _head_document(cfg: Settings, names: list[str]) -> Settings:
-    """Returns `head` of config.json, inferred from the loss that the checkpoint was trained
-    with."""
+def _head_section(cfg: Settings, names: list[str]) -> Settings:
+    """Returns the section `head` of config.json, inferred from the loss with which the checkpoint
+    was trained."""
     criterion = _settings_section(cfg, "criterion") or {"_name": cfg.get("criterion")}
     loss, threshold = str(criterion.get("_name")), criterion.get("threshold")
     head: Settings = {"task": "classification", "classes": names}
@@ -298,17 +305,19 @@ def to_fairseq(run: str | Path, out: Path) -> None:
         document = read_document(folder / CONFIG)
         config, state = config_of(document, folder / CONFIG), load_weights(folder)
         preprocessing = read_document(folder / PREPROCESSING)
-    # Saved by from_fairseq; models trained with omnilead have none
+    # Written by from_fairseq. Models trained with omnilead have no such section
     origin = document.get("fairseq") or {}
     if not any(name.startswith("local.") for name in state) and not (
         origin and output_count(state)
     ):
         raise ConfigError(
-            f"{run}: trained without the local objective, whose weights fairseq-signals needs: "
-            "cannot convert it"
+            f"{run}: cannot be converted: it was trained without the local objective, whose weights "
+            "fairseq-signals needs"
         )
     if config.causal:
-        raise ConfigError(f"{run}: model.causal=true: fairseq-signals has no such encoder")
+        raise ConfigError(
+            f"{run}: cannot be converted: fairseq-signals has no encoder for model.causal=true"
+        )
     model_input = None if origin else Input.from_document(preprocessing, config.leads)
     if model_input:
         require_fairseq_input(run, model_input, preprocessing)
@@ -320,7 +329,7 @@ def to_fairseq(run: str | Path, out: Path) -> None:
             name: their_weights.pop(name) for name in origin.get("order") or list(their_weights)
         }
         if their_weights:
-            raise LookupError(f"order lacks {next(iter(their_weights))}")
+            raise LookupError(f"order lacks the weight {next(iter(their_weights))}")
         cfg = origin.get("cfg") or fairseq_settings(
             config, model_input.seen_leads if model_input else ALL_LEADS
         )
@@ -346,16 +355,18 @@ def to_fairseq(run: str | Path, out: Path) -> None:
 
 
 def require_fairseq_input(run: str | Path, model_input: Input, preprocessing: Settings) -> None:
-    """Raises ConfigError for signals that fairseq-signals would not make."""
+    """Raises ConfigError if a model takes signals that fairseq-signals cannot prepare."""
     if not model_input.uses_stored_halves:
         raise ConfigError(
-            f"{run}: its input is {describe_input_format(preprocessing)}: fairseq-signals would not make it so"
+            f"{run}: its input is {describe_input_format(preprocessing)}: fairseq-signals cannot prepare such signals"
         )
     leads = f"{run}: its leads are {describe_leads(model_input.leads)}"
     if model_input.leads != tuple(sorted(model_input.leads)):
-        raise ConfigError(f"{leads}: fairseq-signals keeps the usual order")
+        raise ConfigError(f"{leads}: fairseq-signals has leads in the usual order only")
     if model_input.leads != ALL_LEADS and model_input.seen_leads != model_input.leads:
-        raise ConfigError(f"{leads}, but it was trained on some: fairseq-signals cannot say so")
+        raise ConfigError(
+            f"{leads}, but it was trained on some of them: fairseq-signals has no setting for that"
+        )
 
 
 def _model_card(
@@ -391,16 +402,16 @@ def read_checkpoint(path: Path) -> Settings:
     zipped = zipfile.is_zipfile(path)
     try:
         with warnings.catch_warnings(), safe_globals(stand_ins(path) if zipped else []):
-            warnings.simplefilter("ignore")  # torch warns of types in old checkpoints
+            warnings.simplefilter("ignore")  # torch warns about types in old checkpoints
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except (ConfigError, PermissionError):
         raise
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"{path}: cannot be read without running code: save only its state_dict (from-fairseq: "
-            "its model and cfg)"
+            f"{path}: cannot be read without running code that it contains: save only its state_dict "
+            "(for from-fairseq: its model and cfg)"
         ) from error
-    except Exception as error:  # hostile or truncated files raise anything
+    except Exception as error:  # a hostile or truncated file may raise any error
         raise ConfigError(f"{path}: not a PyTorch checkpoint, or damaged: copy it again") from error
     if not isinstance(content, dict):
         raise ConfigError(
@@ -410,18 +421,19 @@ def read_checkpoint(path: Path) -> Settings:
 
 
 class StandIn:
-    """Replaces a class or function that torch.load does not know."""
+    """Stands in for a class or function that torch.load refuses."""
 
     def __new__(cls, *args: Any) -> "StandIn":
         stand_in = object.__new__(cls)
-        # An enum is pickled as its value
+        # The only argument of a pickled enum is its value
         stand_in.__dict__["content"] = args[0] if len(args) == 1 else f"<{cls.__name__}>"
         return stand_in
 
     def __setstate__(self, state: Any) -> None:
-        """Keep the settings: argparse.Namespace has them in its state, OmegaConf's nodes in
-        _content and _val."""
-        if isinstance(state, tuple) and state:  # with slots
+        """Keeps the settings of the replaced object: argparse.Namespace has them in its state, and
+        nodes of OmegaConf have them in _content and _val."""
+        # the first part of the state of an object with slots
+        if isinstance(state, tuple) and state:
             state = state[0]
         if isinstance(state, dict):
             state = next((state[key] for key in ("_content", "_val") if key in state), state)
@@ -429,11 +441,14 @@ class StandIn:
 
 
 def stand_ins(path: Path) -> list[Any]:
-    """(stand-in, name) for each class or function in the file that torch.load would refuse."""
+    """Returns (stand-in, name) for each class or function in the file that torch.load would
+    refuse."""
     with zipfile.ZipFile(path) as archive:
         pickles = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
         if sum(info.file_size for info in pickles) > MAX_PICKLE:
-            raise ConfigError(f"{path}: its data.pkl has more than {MAX_PICKLE} bytes, the limit")
+            raise ConfigError(
+                f"{path}: its data.pkl is larger than the limit of {MAX_PICKLE} bytes"
+            )
     replacements: Settings = {"collections.defaultdict": lambda *_: {}}
     names = get_unsafe_globals_in_checkpoint(path)
     return [
@@ -443,16 +458,17 @@ def stand_ins(path: Path) -> list[Any]:
 
 
 def as_json(value: Any) -> Any:
-    """Returns settings as JSON types. Stand-ins become what they kept; tensors and other objects
-    become a text with their type."""
+    """Returns settings as JSON types. A stand-in becomes the content that it kept; a tensor or
+    another object becomes a text that names its type."""
     parts, size = [], 0
     try:
-        for part in json.JSONEncoder(default=_plain_content, skipkeys=True).iterencode(value):
+        for part in json.JSONEncoder(default=_as_json_type, skipkeys=True).iterencode(value):
             size += len(part)
             parts.append(part)
             if size > MAX_JSON or len(parts) > MAX_SETTINGS:
                 raise ConfigError(
-                    f"more than {MAX_SETTINGS:,} settings: not a checkpoint of fairseq-signals"
+                    f"more than {MAX_SETTINGS:,} settings, or {MAX_JSON:,} characters in settings: not a "
+                    "checkpoint of fairseq-signals"
                 )
     except (ValueError, RecursionError) as error:
         raise ConfigError(
@@ -461,15 +477,15 @@ def as_json(value: Any) -> Any:
     return json.loads("".join(parts))
 
 
-def _plain_content(value: Any) -> Any:
+def _as_json_type(value: Any) -> Any:
     if isinstance(value, StandIn):
         return value.__dict__["content"]
     return f"<{type(value).__name__.lower()}>"
 
 
 def float_tensors(values: Any, path: Path) -> Weights:
-    """Returns the weights. Their total size must not exceed the file's: a tensor can claim any size
-    by repeating one number."""
+    """Returns the weights, which must be floating-point tensors in the file. Their total size must
+    not exceed the size of the file, since a tensor can claim any size by repeating one number."""
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path}: has no weights under `model`: is it a checkpoint of fairseq-signals?"
@@ -486,13 +502,13 @@ def float_tensors(values: Any, path: Path) -> Weights:
             fits = value.is_floating_point() and kind.endswith("torch.strided, on cpu")
         if not fits:
             raise ConfigError(
-                f"{path}: the weight {name} is {kind}: must be a tensor, floating point, dense and "
-                "in the file"
+                f"{path}: the weight {name} is {kind}: must be a dense tensor of "
+                "floating-point numbers that are in the file"
             )
         left -= math.prod(value.shape) * value.element_size()
         if left < 0:
             raise ConfigError(
-                f"{path}: the weights are larger than the file, from {name} {tuple(value.shape)}"
+                f"{path}: the weights up to {name} {tuple(value.shape)} are larger than the file"
             )
     return values
 
@@ -501,7 +517,8 @@ EMBED_ALONE = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from omnilead.downstream.interop.conversion import embed_alone; embed_alone()"
 )
-# What a plug-in may read: nothing else may be needed to load its folder
+# The folders from which a plug-in may read, besides its model folder: it must load without other
+# files
 SYSTEM_FOLDERS = "/proc", "/sys", "/etc", sys.prefix, sys.base_prefix, site.getuserbase()
 
 
@@ -514,8 +531,9 @@ def from_torch(
     prefix: str,
     renamed: Sequence[Sequence[str]],
 ) -> list[str]:
-    """Writes a model folder from the weights in a file and their class, `encoder`. `renamed`: (old,
-    new), how names begin in the file and in the class. Returns a report."""
+    """Writes a model folder from the weights in a file and the class that uses them, `encoder`.
+    `renamed`: pairs (beginning of names in the file, beginning of names in the class). Returns the
+    lines of a report."""
     require_new_or_empty_folder(out)
     config = parse_settings(
         ModelConfig,
@@ -535,8 +553,8 @@ def from_torch(
     c_RD = mean_embedding(module, x_RLT)
     if outputs_agree(c_RD, fresh_RD):
         raise ConfigError(
-            f"{path}: its weights fit {encoder}, but the embedding is still that of the freshly built "
-            "class: forward must use the weights, and the constructor must load none"
+            f"{path}: its weights fit {encoder}, but loading them does not change the embedding: "
+            "forward must use the weights, and the constructor must not load weights itself"
         )
     origin = {
         "file": path.name,
@@ -549,7 +567,7 @@ def from_torch(
         "from_torch": origin,
     }
     weights = {f"encoder.{name}": weight.clone() for name, weight in module.state_dict().items()}
-    card = _torch_card(config, origin, preprocessing)
+    card = _torch_model_card(config, origin, preprocessing)
     _write_if_complete(out, c_RD, weights, document, preprocessing, card, code)
     return [
         f"{len(names)} weights matched, 0 missing, 0 of another shape; left out: {left}",
@@ -559,8 +577,9 @@ def from_torch(
 
 
 def _write_if_complete(out: Path, c_RD: Tensor, *parts: Any) -> None:
-    """Writes a model folder that gives this embedding without any other file of the user's."""
-    # -E: PYTHONPATH may name the user's modules
+    """Writes a model folder, if it gives the embedding `c_RD` without any other file of the
+    user."""
+    # -E ignores PYTHONPATH, which may lead to the user's own modules
     place = Path(sys.modules["omnilead"].__path__[0]).parent
     command = [sys.executable, "-E", "-P", "-c", EMBED_ALONE, str(place)]
     with tempfile.TemporaryDirectory() as folder:
@@ -571,18 +590,20 @@ def _write_if_complete(out: Path, c_RD: Tensor, *parts: Any) -> None:
             raise ConfigError(f"the model folder does not load without your other files: {why}")
         if not outputs_agree(load_file(f"{folder}/alone")["c_RD"], c_RD):
             raise ConfigError(
-                "the model folder gives another embedding: has the class weights that it does not save?"
+                "the model folder gives another embedding: does the class have weights that are not in "
+                "its state_dict?"
             )
     write_model(out, *parts)
 
 
 def read_tensors(path: Path) -> Weights:
-    """Reads all tensors of a file; nested dictionaries give dotted names."""
+    """Returns all tensors in a file by name. The names of tensors in nested dictionaries are joined
+    by dots."""
     if path.suffix == ".safetensors":
         with blaming(str(path)):
             return load_file(path)
     tensors: Weights = {}
-    seen: set[int] = set()  # a dictionary may stand in many others, or in itself
+    seen: set[int] = set()  # dictionaries that were read: one may be in many others, or in itself
     waiting: list[tuple[str, dict[Any, Any]]] = [("", read_checkpoint(path))]
     for prefix, values in waiting:
         if id(values) in seen or len(prefix) > MAX_TEXT:
@@ -606,8 +627,8 @@ def matching_names_and_remark(
     prefix: str,
     renamed: Sequence[Sequence[str]],
 ) -> tuple[dict[str, str], str]:
-    """Returns {name in the class: name in the file}, where all may have a prefix, such as
-    state_dict.module., and a text on the other names in the file."""
+    """Returns {name in the class: name in the file}, and a text on the other names in the file. The
+    names in the file may all have a prefix, such as state_dict.module."""
     inner_names = {}
     for name in encoder_weights:
         inner_names[name] = name
@@ -625,7 +646,8 @@ def matching_names_and_remark(
         best = [prefix]
     if len(best) > 1:
         raise ConfigError(
-            f"{path}: has the weights under {best[:MAX_SHOWN_ITEMS]}: choose with --prefix"
+            f"{path}: has the weights under several prefixes, {best[:MAX_SHOWN_ITEMS]}: choose one with "
+            "--prefix"
         )
     names = {name: best[0] + inner for name, inner in inner_names.items()}
     expected = shapes_of(encoder_weights)
@@ -652,16 +674,17 @@ def load_tensors(path: Path, encoder: nn.Module, weights: Weights) -> None:
         for name, own_weight in encoder.state_dict().items():
             if own_weight.is_floating_point() and not weights[name].is_floating_point():
                 raise ConfigError(
-                    f"{name} is {weights[name].dtype}: take one that is not quantised"
+                    f"the weight {name} is {weights[name].dtype}: use a checkpoint that is not quantised"
                 )
         encoder.load_state_dict(weights)
         for name, weight in encoder.state_dict().items():
             if not weight.isfinite().all():
-                raise ConfigError(f"{name} has NaN or infinity: take another checkpoint")
+                raise ConfigError(f"the weight {name} has NaN or infinity: use another checkpoint")
 
 
 def fixed_input(preprocessing: Settings) -> Tensor:
-    """Returns x_RLT: two rows of noise, as long as a model's input."""
+    """Returns x_RLT: two rows of noise, always the same, with the leads and the length of the
+    model's input."""
     model_input = Input.from_document(preprocessing, len(preprocessing["leads"]))
     generator = torch.Generator().manual_seed(0)
     return torch.randn(2, len(model_input.leads), model_input.samples, generator=generator)
@@ -673,7 +696,8 @@ def mean_embedding(encoder: nn.Module, x_RLT: Tensor) -> Tensor:
 
 
 def embed_alone() -> None:
-    """Runs in a process of its own: Python cannot remove an audit hook."""
+    """Saves the embedding that the model in this folder gives, while no other file of the user can
+    be read. Must run in a process of its own, as Python cannot remove an audit hook."""
     sys.addaudithook(_refuse_other_files)
     model = load("model", code=True)
     save_file({"c_RD": mean_embedding(model.encoder, fixed_input(model.preprocessing))}, "alone")
@@ -684,10 +708,12 @@ def _refuse_other_files(event: str, arguments: tuple[Any, ...]) -> None:
         path = Path(arguments[0]).absolute()
         is_allowed = any(path.is_relative_to(place) for place in (Path.cwd(), *SYSTEM_FOLDERS))
         if path.is_file() and not is_allowed and path.suffix not in (".py", ".pyc", ".so"):
-            raise FileNotFoundError(f"reads {path}: keep such numbers in the code or in buffers")
+            raise FileNotFoundError(
+                f"the code reads {path}: keep its numbers in the code or in buffers of the class"
+            )
 
 
-def _torch_card(config: ModelConfig, origin: Settings, preprocessing: Settings) -> str:
+def _torch_model_card(config: ModelConfig, origin: Settings, preprocessing: Settings) -> str:
     name = config.encoder.rpartition(":")[2]
     text = f"""# {name} of {origin["file"]}
 

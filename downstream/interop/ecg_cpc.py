@@ -1,4 +1,5 @@
-"""ECG-CPC (2509.25095): its published checkpoint as a model folder, with its input.
+"""Converts the published checkpoint of ECG-CPC (arXiv 2509.25095) to a model folder, with the input
+of ECG-CPC.
 
     notes = from_ecg_cpc(Path("last.ckpt"), Path("OUT"))
     options, weights = options_and_weights(state)      # of engine.model.s4.S4, and its state_dict
@@ -41,16 +42,16 @@ FIRST_WEIGHT = "encoder.layers.0.0.weight"
 STEM_PREFIX = "encoder.layers"
 LAYER_PREFIX, NORM_PREFIX = "predictor.predictor.s4_layers", "predictor.predictor.norms"
 KERNEL = "kernel.kernel"
-FROZEN_PARTS = ("B", "P", "Q", "w", "omega", "z")  # weights of a kernel, besides log_dt
+FROZEN_PARTS = ("B", "P", "Q", "w", "omega", "z")  # frozen weights of a kernel, besides log_dt
 NETWORK_PREFIXES = ("encoder.", "predictor.")
-BATCH_COUNT = "num_batches_tracked"  # a counter that a batch norm does not use
+BATCH_COUNT = "num_batches_tracked"  # ends the name of a counter, which our batch norms do not use
 FS_HZ, CLIP_MV, WINDOW_S = 240.0, 3.0, 2.5
-FROZEN_TOLERANCE = 1e-4  # for frozen weights, which they store in float32
-NOT_ECG_CPC = "is it a checkpoint of ECG-CPC?"
+FROZEN_TOLERANCE = 1e-4  # relative error of frozen weights, which the checkpoint has in float32
+ECG_CPC_HINT = "is it a checkpoint of ECG-CPC?"
 
 
 def from_ecg_cpc(checkpoint: Path, out: Path) -> list[str]:
-    """Writes a model folder. Returns notes on what was left out and assumed."""
+    """Writes a model folder. Returns notes on what was left out and on what was assumed."""
     require_new_or_empty_folder(out)
     tensors = read_tensors(checkpoint)
     with blaming(str(checkpoint)):
@@ -93,13 +94,13 @@ of a record of 10 s are averaged. The licence is that of the original.
 
 
 def options_and_weights(state: Weights) -> tuple[dict[str, Any], Weights]:
-    """Returns the options and the state_dict of S4. `state`: with or without heads, counts of
-    batches, and a prefix of all names."""
+    """Returns the options and the state_dict of our S4. The names in `state` may have a prefix, and
+    `state` may include heads and counts of batches."""
     state = {
         name: w for name, w in without_prefix(state).items() if name.startswith(NETWORK_PREFIXES)
     }
     state = {name: w for name, w in state.items() if not name.endswith(BATCH_COUNT)}
-    options = options_of(state)
+    options = read_options(state)
     with torch.device("meta"):
         expected = S4(len(LEADS), **options).state_dict()
     names = ecg_cpc_names(options)
@@ -115,9 +116,13 @@ def options_and_weights(state: Weights) -> tuple[dict[str, Any], Weights]:
             continue
         weight, shape = state[names[name]], list(tensor.shape)
         if not weight.isfinite().all():
-            raise ConfigError(f"{names[name]} has NaN or infinity: take another checkpoint")
+            raise ConfigError(
+                f"the weight {names[name]} has NaN or infinity: use another checkpoint"
+            )
         if [size for size in weight.shape if size > 1] != [size for size in shape if size > 1]:
-            raise ConfigError(f"{names[name]} is {list(weight.shape)}, not {shape}: {NOT_ECG_CPC}")
+            raise ConfigError(
+                f"{names[name]} has shape {list(weight.shape)}, not {shape}: {ECG_CPC_HINT}"
+            )
         if name.endswith(".C"):
             weight = to_our_basis(state, names[name].removesuffix("C"), options["states"])
         weights[name] = weight.reshape(shape).float().clone()
@@ -125,17 +130,20 @@ def options_and_weights(state: Weights) -> tuple[dict[str, Any], Weights]:
 
 
 def without_prefix(state: Weights) -> Weights:
-    """Removes the name by which Lightning's module has the network, such as model."""
+    """Returns the weights without the prefix that Lightning gives to the network's names, such as
+    model."""
     prefixes = [name.removesuffix(FIRST_WEIGHT) for name in state if name.endswith(FIRST_WEIGHT)]
     if len(prefixes) != 1:
-        raise ConfigError(f"{len(prefixes)} weights end in {FIRST_WEIGHT}: {NOT_ECG_CPC}")
+        raise ConfigError(
+            f"{len(prefixes)} weights instead of one have a name that ends in {FIRST_WEIGHT}: {ECG_CPC_HINT}"
+        )
     start = prefixes[0]
     return {name.removeprefix(start): w for name, w in state.items() if name.startswith(start)}
 
 
-def options_of(state: Weights) -> dict[str, Any]:
-    """Reads the options from the shapes. Strides are not stored: two in the first convolution, as
-    theirs are."""
+def read_options(state: Weights) -> dict[str, Any]:
+    """Returns the options of S4, which follow from the shapes of its weights. Strides are not
+    stored: as in ECG-CPC, the first convolution has stride 2, and the others 1."""
     first = f"{LAYER_PREFIX}.0.{KERNEL}"
     try:
         kernels = [
@@ -145,7 +153,7 @@ def options_of(state: Weights) -> dict[str, Any]:
         directions, width, pairs, _ = state[f"{first}.C"].shape
         length = 2 * (len(state[f"{first}.omega"]) - 1)
     except (KeyError, IndexError, ValueError) as error:
-        raise ConfigError(f"no weights of S4 ({error}): {NOT_ECG_CPC}") from None
+        raise ConfigError(f"some weights of S4 are missing ({error}): {ECG_CPC_HINT}") from None
     return {
         "width": width,
         "layers": count_layers(state, LAYER_PREFIX),
@@ -181,8 +189,8 @@ def ecg_cpc_names(options: dict[str, Any]) -> dict[str, str]:
 
 
 def to_our_basis(state: Weights, kernel: str, states: int) -> Tensor:
-    """Turns C to our basis. Each of their eigenvectors has a phase of its own, which their P has
-    too."""
+    """Returns C in our basis. Each eigenvector of the checkpoint has a phase of its own, which is
+    also in its P."""
     c, p, b, w = (torch.view_as_complex(state[kernel + name].double()) for name in "CPBw")
     phase = p / p.abs()
     expected_w, expected_p, _ = conjugate_pair_basis(states)
@@ -192,5 +200,7 @@ def to_our_basis(state: Weights, kernel: str, states: int) -> Tensor:
         ("w", w, expected_w),
     ):
         if np.abs(given.numpy() - expected).max() > FROZEN_TOLERANCE * np.abs(expected).max():
-            raise ConfigError(f"{kernel}{name} is not that of HiPPO-LegS, the only one S4 has here")
+            raise ConfigError(
+                f"{kernel}{name} is not that of HiPPO-LegS, which is all that S4 supports here"
+            )
     return torch.view_as_real(c * phase).float()

@@ -1,4 +1,4 @@
-"""Convert weights and settings from and to fairseq-signals, exactly.
+"""Converts weights and settings from and to fairseq-signals, exactly.
 
     weights_from_fairseq(state, config)     our state_dict
     weights_to_fairseq(state, config)       the authors'
@@ -31,8 +31,10 @@ NORM_KEYS = {
     "weight_g": ("weight_g", "weight_v"),
 }
 CONVOLUTION = re.compile(r"encoder\.conv\.blocks\.(\d+)\.weight")
-CONV_NORM_OF_MODE = {"default": "group", "layer_norm": "layer"}  # extractor_mode: conv_norm
-MALFORMED_ERRORS = (  # what ast.literal_eval and conversions of its result raise
+# our conv_norm for each extractor_mode of the authors
+CONV_NORM_OF_MODE = {"default": "group", "layer_norm": "layer"}
+# errors by ast.literal_eval, and by the conversion of its result, for malformed text
+MALFORMED_ERRORS = (
     SyntaxError,
     TypeError,
     LookupError,
@@ -41,8 +43,9 @@ MALFORMED_ERRORS = (  # what ast.literal_eval and conversions of its result rais
     RecursionError,
     MemoryError,
 )
-MAX_BLOCKS, MAX_TEXT = 64, 1000  # limits for a convolution stack given as text
-LAYER_MODULES = {  # modules of a transformer layer
+# limits for settings given as text: convolution blocks, and characters
+MAX_BLOCKS, MAX_TEXT = 64, 1000
+LAYER_MODULES = {  # modules of a transformer layer: {our name: the authors' names}
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.out": ("self_attn.out_proj",),
     "norm1": ("self_attn_layer_norm",),
@@ -59,7 +62,7 @@ TASK_SETTINGS = {
 Value = TypeVar("Value")
 Weights = dict[str, Tensor]
 Settings = dict[str, Any]
-SETTING_NAMES = {  # our setting: (the authors' name, their default)
+SETTING_NAMES = {  # our name of a setting: (the authors' name, the authors' default)
     "leads": ("in_d", 12),
     "feature_grad": ("feature_grad_mult", 0.1),
     "width": ("encoder_embed_dim", None),
@@ -75,12 +78,13 @@ SETTING_NAMES = {  # our setting: (the authors' name, their default)
     "feature_dropout": ("dropout_features", 0.0),
     "codebooks": ("latent_groups", 2),
     "codes": ("latent_vars", 320),
-    "code_width": ("latent_dim", 0),  # 0: same as projection
-    "projection": ("final_dim", 256),  # 0: same as width
+    "code_width": ("latent_dim", 0),  # 0 means the value of `projection`
+    "projection": ("final_dim", 256),  # 0 means the value of `width`
     "mask_share": ("mask_prob", 0.65),
     "mask_span": ("mask_length", 10),
 }
-FIXED_SETTINGS = {  # settings of the authors that change the computation; only these values are supported
+# settings of the authors that change the computation, with the only value supported here
+FIXED_SETTINGS = {
     "layer_norm_first": False,
     "conv_bias": False,
     "quantize_targets": True,
@@ -96,15 +100,15 @@ FIXED_SETTINGS = {  # settings of the authors that change the computation; only 
 }
 
 
-def norm_spelling(state: Weights) -> str:
+def weight_norm_spelling(state: Weights) -> str:
     if any(name.endswith("conv_pos.pos_conv.0.weight_g") for name in state):
         return "weight_g"
     return "parametrizations"
 
 
 def output_count(state: Weights) -> int:
-    """Returns the number of outputs of a classifier, the authors' or ours; 0 if the model is only
-    pre-trained."""
+    """Returns the number of outputs of a classifier, whose weights have the authors' names or ours;
+    0 for a model that is only pre-trained."""
     is_theirs = any(name.startswith("encoder.feature_extractor.") for name in state)
     head = state.get("proj.weight" if is_theirs else "head.weight")
     return len(head) if head is not None and head.ndim else int(is_theirs)
@@ -113,11 +117,12 @@ def output_count(state: Weights) -> int:
 def fairseq_names(
     config: ModelConfig, spelled: str = "parametrizations", classifier: bool = False
 ) -> dict[str, list[str]]:
-    """{our name: the authors' names}; several if ours is their concatenation."""
+    """Returns {our name of a weight: the authors' names}. There are several if our weight is the
+    concatenation of their weights."""
     table: dict[str, list[str]] = {}
 
     def add_names(ours: str, *theirs: str) -> None:
-        """Adds the names of a module with a weight and a bias."""
+        """Adds the weight and the bias of a module to the table."""
         for kind in ("weight", "bias"):
             table[f"{ours}.{kind}"] = [f"{their}.{kind}" for their in theirs]
 
@@ -153,8 +158,8 @@ def fairseq_names(
 
 
 def meta_weights(config: ModelConfig, state: Weights) -> Weights:
-    """Returns all weights of a model as meta tensors: of a classifier if `state` belongs to one,
-    the authors' or ours."""
+    """Returns all weights that our model has, as meta tensors. They are those of a classifier if
+    `state` is the state_dict of a classifier, by the authors' names or ours."""
     with torch.device("meta"):
         weights = dict(Pretrainer(config, ObjectiveConfig()).state_dict())
         classes = output_count(state)
@@ -169,12 +174,12 @@ def meta_weights(config: ModelConfig, state: Weights) -> Weights:
 
 
 def weights_from_fairseq(state: Weights, config: ModelConfig) -> Weights:
-    spelled, our_weights = norm_spelling(state), meta_weights(config, state)
+    spelled, our_weights = weight_norm_spelling(state), meta_weights(config, state)
     _require_shapes(state, _rename_weights(our_weights, config, spelled))
     converted = {}
     for name, parts in _names_in_state(our_weights, config, spelled).items():
         weights = torch.cat([state[part] for part in parts]) if len(parts) > 1 else state[parts[0]]
-        if CONVOLUTION.fullmatch(name):  # [out, in, kernel] -> [out, kernel * in]
+        if CONVOLUTION.fullmatch(name):  # from [out, in, kernel] to [out, kernel * in]
             weights = weights.transpose(1, 2)
         converted[name] = weights.reshape(our_weights[name].shape).contiguous()
     return converted
@@ -188,7 +193,7 @@ def weights_to_fairseq(
 
 
 def _names_in_state(state: Weights, config: ModelConfig, spelled: str) -> dict[str, list[str]]:
-    """Returns the names of the weights in `state`."""
+    """Returns {our name: the authors' names} for the weights in `state`."""
     table = fairseq_names(config, spelled, output_count(state) > 0)
     return {name: parts for name, parts in table.items() if name in state}
 
@@ -217,8 +222,8 @@ def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
 
 
 def read_model_config(cfg: Settings) -> ModelConfig:
-    """Reads the section `model` of the authors' configuration. A classifier's may contain that of
-    the pre-trained model."""
+    """Returns the model settings in the section `model` of the authors' configuration. The section
+    of a classifier may contain the section of its pre-trained model, which counts instead."""
     for key in ("args", "w2v_args"):
         inner = cfg.get(key)
         if isinstance(inner, dict) and isinstance(inner.get("model"), dict):
@@ -227,8 +232,8 @@ def read_model_config(cfg: Settings) -> ModelConfig:
     for ours, value in values.items():
         if value is None:
             raise ConfigError(
-                f"the checkpoint's settings lack model.{SETTING_NAMES[ours][0]}: is it a wav2vec 2.0 of "
-                "fairseq-signals?"
+                f"the checkpoint's settings lack model.{SETTING_NAMES[ours][0]}: is it a wav2vec 2.0 "
+                "model of fairseq-signals?"
             )
     for key, value in FIXED_SETTINGS.items():
         if cfg.get(key, value) != value:
@@ -279,7 +284,8 @@ def _parse_temperatures(value: Any) -> dict[str, float]:
 
 
 def _parse_blocks(value: Any) -> list[tuple[int, int]]:
-    """ "[(256, 2, 2)] * 3 + [(512, 2, 2)]" -> four blocks. The authors eval() this text."""
+    """Parses a stack of convolutions, which is a text that the authors eval(). For example, "[(256,
+    2, 2)] * 3 + [(512, 2, 2)]" gives four blocks."""
     text, layers = str(value), list[tuple[int, int, int]]()
     if len(text) > MAX_TEXT:
         raise ValueError
@@ -293,7 +299,7 @@ def _parse_blocks(value: Any) -> list[tuple[int, int]]:
 
 def fairseq_settings(config: ModelConfig, seen: tuple[int, ...] = ALL_LEADS) -> Settings:
     """Returns the part of the authors' configuration that is needed to build one of our models:
-    cfg.model, cfg.task, cfg.criterion. `seen`: the leads that it was trained on."""
+    cfg.model, cfg.task and cfg.criterion. `seen`: the leads on which the model was trained."""
     model = {"_name": "wav2vec2_cmsc", "apply_mask": True, "encoder_layerdrop": 0.0}
     model |= {
         theirs: getattr(config, ours) for ours, (theirs, _) in SETTING_NAMES.items()

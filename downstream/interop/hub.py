@@ -1,7 +1,6 @@
-"""Models on the Hugging Face Hub: `omnilead hub push|pull`,
-omnilead.load("hf://org/name@revision"). And the model card of a run, RUN/model/README.md, as the
-Hub shows it.
-"""
+"""Uploads models to the Hugging Face Hub and downloads them: `omnilead hub push|pull`.
+(omnilead.load("hf://org/name@revision") loads one.) Also writes the model card of a run,
+RUN/model/README.md, as the Hub shows it."""
 
 import hashlib
 import math
@@ -42,7 +41,7 @@ from omnilead.engine.settings.run_files import VALIDATION, read_metric_rows
 from omnilead.engine.training.config import RunConfig
 from omnilead.engine.training.task import TrainingTask
 
-# An absolute path or the address of a bucket, but not https:// or hf://
+# Matches an absolute path or the address of a bucket, but not https:// or hf:// addresses
 PATH_OR_BUCKET = re.compile(
     r"(?<![\w/:.])(?:(?!https?:|hf:)[a-z][a-z0-9]*://|~?//?|[A-Za-z]:[/\\])[\w.+-]+(?:[/\\][\w.+-]+)+"
 )
@@ -70,8 +69,8 @@ PREDICT_EXAMPLE = """    answers = model.predict(signal, fs_hz=500, leads=["I", 
 
 
 def front_matter(facts: Facts, card: str = "") -> str:
-    """Adds the YAML front matter for Hugging Face to a model card; front matter that `card` already
-    has is kept."""
+    """Returns a model card with the YAML front matter for Hugging Face. Front matter that `card`
+    already has is kept, except for entries that are in `facts`."""
     before, body = {"library_name": "omnilead", "license": "unknown", "tags": list(HUB_TAGS)}, card
     if card.startswith("---\n") and "\n---\n" in card:
         head, _, body = card.removeprefix("---\n").partition("\n---\n")
@@ -125,7 +124,7 @@ def model_card(
 
 
 def _validation_numbers(run: Path, step: int) -> Facts:
-    """Returns the finite numbers of this step's validation."""
+    """Returns the finite numbers that validation measured at this step."""
     for row in read_metric_rows(run / VALIDATION).rows:
         if row["step"] == step:
             numbers = ((name, value) for name, value in row.items() if isinstance(value, float))
@@ -143,7 +142,7 @@ def _validation_table(measured: Facts) -> str:
 
 
 def _model_index_result(task: str, sources: list[str], measured: Facts) -> Facts:
-    """Returns Hugging Face's entry for the results of one evaluation."""
+    """Returns the results of one evaluation as an entry of Hugging Face's model-index."""
     return {
         "task": {"name": task, "type": "ecg"},
         "dataset": {"name": ", ".join(sources), "type": "ecg", "split": "validation"},
@@ -152,7 +151,7 @@ def _model_index_result(task: str, sources: list[str], measured: Facts) -> Facts
 
 
 def push(model: str | Path, repo: str, private: bool = False, licence: str | None = None) -> str:
-    """Upload RUN/model in one commit and return the repository's address."""
+    """Uploads RUN/model in one commit. Returns the address of the repository."""
     with model_folder(model) as (folder, _), open_hub_api(repo) as (hub, add):
         files = files_to_upload(folder, licence)
         if not hub.token:
@@ -164,7 +163,8 @@ def push(model: str | Path, repo: str, private: bool = False, licence: str | Non
 
 
 def files_to_upload(folder: Path, licence: str | None = None) -> dict[str, Path | bytes]:
-    """{name: content} to upload: the model's files, the model card, and a matching config.json."""
+    """Returns {name: content} of the files to upload: the files of the model, the model card, and a
+    config.json that matches them."""
     document: Facts = without_paths(read_document(folder / CONFIG))
     names = published_files(document, folder)
     files: dict[str, Path | bytes] = {name: folder / name for name in names}
@@ -187,8 +187,8 @@ def files_to_upload(folder: Path, licence: str | None = None) -> dict[str, Path 
 
 
 def without_paths(value: Any) -> Any:
-    """Reduces paths and bucket addresses in texts, at any depth, to the last name; `labels` is
-    always treated as a path."""
+    """Returns the value with all paths and bucket addresses in its texts, at any depth, cut to
+    their last part. The value of a key `labels` always counts as a path."""
     if isinstance(value, dict):
         return {
             key: _last_name(inner) if key == "labels" and inner else without_paths(inner)
@@ -210,17 +210,19 @@ def _last_name(place: Any) -> str:
 
 
 def pull(repo: str, out: Path) -> None:
-    staged = out / ".omnilead-pull"  # OUT may be a shell's own folder, which cannot be replaced
-    shutil.rmtree(staged, ignore_errors=True)  # left by a pull that was killed
+    # inside OUT, since OUT may be a shell's current folder, which cannot be replaced
+    staged = out / ".omnilead-pull"
+    shutil.rmtree(staged, ignore_errors=True)  # a pull that was killed may have left it
     require_new_or_empty_folder(out)
     with model_folder(f"hf://{repo}") as (folder, _):
         staged.mkdir(parents=True)
         try:
-            # The Hub's cache may hold other files of the repository, which another program fetched
+            # Only the model's files are copied: the Hub's cache may hold other files of the
+            # repository, which another program fetched
             names = published_files(read_document(folder / CONFIG), repo)
             for name in [*names, CONFIG]:
                 shutil.copy(folder / name, staged)
-            # config.json last: without it, the folder is no model
+            # config.json is moved last, since a folder does not count as a model without it
             for file in sorted(staged.iterdir(), key=lambda file: file.name == CONFIG):
                 os.replace(file, out / file.name)
         finally:

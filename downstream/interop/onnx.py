@@ -1,4 +1,4 @@
-"""Export a trained model to ONNX: x [batch, leads, samples] -> embedding [batch, D], logits and
+"""Exports a trained model to ONNX: x [batch, leads, samples] -> embedding [batch, D], logits and
 scores [batch, K].
 
     omnilead convert to-onnx RUN OUT.onnx
@@ -34,10 +34,11 @@ from ..inference.trees import Trees
 from ..tasks.readout import measures_signal
 
 NEEDED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-CHECKED_SIZES = ((1, 1.0), (3, 1.0))  # (segments, their length in windows)
-OTHER_LENGTHS = ((2, 2.0), (5, 0.495))
-FIXED_LENGTH_ENCODERS = ("s4",)  # its chunks are counted when it is exported
-MOST_DIFFERENCE = 1e-4
+# (segments, their length in windows), on which each export is checked
+CHECKED_SIZES = ((1, 1.0), (3, 1.0))
+OTHER_LENGTHS = ((2, 2.0), (5, 0.495))  # further sizes, for encoders that take any length
+FIXED_LENGTH_ENCODERS = ("s4",)  # S4 cuts a segment into chunks, whose number the export fixes
+MAX_DIFFERENCE = 1e-4  # between the outputs of onnxruntime and of PyTorch
 
 
 class ExportedModel(nn.Module):
@@ -46,12 +47,13 @@ class ExportedModel(nn.Module):
         self.model = deepcopy(model).cpu().float().eval()
         if isinstance(model.head, Trees):
             self.model.head = None
-        # With any length, torch.onnx thinks for minutes about each padding of a deep network
+        # If the length may vary, torch.onnx takes minutes for each padding of a deep network
         encoder = config_of(model.config).encoder
         self.any_length = plugin_file(encoder) is None and encoder not in FIXED_LENGTH_ENCODERS
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The embedding is the mean over tokens, whatever the model's read-out."""
+        """Returns the embedding and, if there is a head, the logits and scores. The embedding is
+        the mean over tokens, whatever the model's read-out."""
         c_RND = self.model.tokens(x)
         embedding = pool(c_RND)
         if self.model.head is None or self.model.head_info is None:
@@ -61,8 +63,8 @@ class ExportedModel(nn.Module):
 
 
 def to_onnx(model: TrainedModel, out: Path) -> float:
-    """Writes the file. Returns the largest difference between onnxruntime and PyTorch (relative if
-    numbers are above 1)."""
+    """Writes the model to an ONNX file. Returns the largest difference between the outputs of
+    onnxruntime and of PyTorch, which is relative for outputs above 1."""
     missing = [name for name in NEEDED_PACKAGES if find_spec(name) is None]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is not installed: pip install 'omnilead[onnx]'")
@@ -72,8 +74,8 @@ def to_onnx(model: TrainedModel, out: Path) -> float:
         tell(f"note: {out}: its boosted trees are left out: the file has the embedding only")
     elif model.head and measures_signal(model.readout):
         raise ConfigError(
-            f"{out}: ONNX cannot measure rhythm and beats, which the head needs: fit it with "
-            "`omnilead fit --readout mean+std`"
+            f"{out}: ONNX cannot measure rhythm and beats, which the head needs: fit a head that does not "
+            "need them: `omnilead fit --readout mean+std`"
         )
     outputs, temporary = ExportedModel(model), out.with_name(f".{out.name}.{os.getpid()}")
     try:
@@ -85,10 +87,10 @@ def to_onnx(model: TrainedModel, out: Path) -> float:
             with blaming(shape):
                 differences.append(largest_difference(outputs, temporary, segments, samples))
         worst = float(np.max(differences))  # NaN stays NaN
-        if not worst <= MOST_DIFFERENCE:
+        if not worst <= MAX_DIFFERENCE:
             raise ConfigError(
-                f"{out}: onnxruntime differs from PyTorch by {worst:.2g}, more than "
-                f"{MOST_DIFFERENCE:g}: not written"
+                f"{out}: not written, since onnxruntime differs from PyTorch by {worst:.2g}, more than "
+                f"{MAX_DIFFERENCE:g}"
             )
         temporary.replace(out)
     finally:
@@ -117,7 +119,7 @@ def write_onnx(outputs: ExportedModel, path: Path) -> None:
                 dynamo=True,
                 verbose=False,
             )
-    except Exception as error:  # the exporter raises many kinds
+    except Exception as error:  # the exporter raises errors of many types
         raise ConfigError(
             f"torch.onnx cannot export this model: {type(error).__name__}: {error}".splitlines()[0]
         ) from error

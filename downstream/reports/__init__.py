@@ -1,1 +1,1 @@
-"""Everything that draws, or writes HTML and Markdown."""
+"""Reports: draws figures, and writes HTML and Markdown."""

@@ -24,7 +24,7 @@ from omnilead.engine.settings.metrics import METRIC_OF
 from ..evaluation.differences import ROW_KEYS
 
 METRIC_LABELS = {metric.name: metric.label for metric in METRIC_OF.values() if metric.in_bench}
-METRIC_LABELS["accuracy"] = "accuracy, cosine"  # of patient identification
+METRIC_LABELS["accuracy"] = "accuracy, cosine"  # `accuracy` is of patient identification
 RESAMPLED_OVER = (
     "over test patients, over the seeds or draws of a row and, at small shares, over the drawn "
     "labelled patients; the gallery, and labelled patients drawn only once, are held fixed"
@@ -34,7 +34,7 @@ TUNED_INTERVAL_NOTE = (
     "In brackets: 95 % intervals over test patients and seeds. Differences use the same resamples."
 )
 BENCH_INK = "#111111"
-SHARE_MARKS = "o^sDv"  # one for each share of labels
+SHARE_MARKERS = "o^sDv"  # marker shapes, one for each share of labels
 DOT_STYLE: Any = {"ls": "", "color": BENCH_INK, "markerfacecolor": "white"}
 BENCH_STYLE: Any = {
     "font.size": 9,
@@ -68,7 +68,7 @@ def write_comparison(document: Row, out: Path) -> None:
 
 
 def rows_by_panel(document: Row) -> dict[tuple[str, str], list[Row]]:
-    """Groups rows by task and metric."""
+    """Returns the rows of each panel, which shows one task and metric."""
     rows_of_panels: dict[tuple[str, str], list[Row]] = {}
     for row in document["rows"]:
         for metric in [name for name in row["metrics"] if name in METRIC_LABELS]:
@@ -100,8 +100,8 @@ def comparison_markdown(document: Row) -> str:
 
 
 def verdict_sentences(document: Row) -> list[str]:
-    """Says for each task and set of leads whether the first model can be told apart from the best
-    of the others, by the first metric, on the largest share of labels."""
+    """Returns a sentence for each task and set of leads. It says whether the first model can be
+    told apart from the best other model, by the first metric and on the largest share of labels."""
     first = next(iter(document["models"]))
     gaps = {
         (*_row_key(gap), gap["metric"]): gap
@@ -120,7 +120,8 @@ def verdict_sentences(document: Row) -> list[str]:
                 for row in rows
                 if row["leads"] == leads
                 and (row["share"] or 0) == share
-                and row["model"] != document["models"][first]  # not its own random weights
+                # not the random weights with which it is compared
+                and row["model"] != document["models"][first]
                 and (*_row_key(row), metric) in gaps
             ]
             if others:
@@ -133,7 +134,8 @@ def verdict_sentences(document: Row) -> list[str]:
 
 
 def _verdict_sentence(gap: Row, first: str, best: Row, metric: str) -> str:
-    """Says which model is better. `gap`: the best other model minus the first."""
+    """Returns a sentence on which of two models is better. `gap`: the difference of the best other
+    model from the first model."""
     low, high = gap["interval"]
     names = [best["model"], f"`{first}`"]
     is_better = gap["difference"] > 0
@@ -149,7 +151,8 @@ def _verdict_sentence(gap: Row, first: str, best: Row, metric: str) -> str:
 
 
 def score_table(document: Row, rows: Sequence[Row], metric: str, several: bool) -> list[list[str]]:
-    """Lists each model's score, and its differences from random weights and from the first model."""
+    """Returns a table with each model's score, and its differences from random weights and from the
+    first model."""
     gaps = {(*_row_key(gap), gap["metric"], gap["against"]): gap for gap in document["differences"]}
     first = next(iter(document["models"]))
     head = ["leads", "share", "model", METRIC_LABELS[metric]]
@@ -171,7 +174,8 @@ def score_table(document: Row, rows: Sequence[Row], metric: str, several: bool) 
 
 
 def _count_sentence(rows: Sequence[Row]) -> str:
-    """Says what was scored, and which classes small shares leave out."""
+    """Returns a sentence on how many records were scored, and on which classes are left out at
+    small shares of labels."""
     row = rows[0]
     text = f"{row['n']:,} records"
     if "gallery" in row:
@@ -199,13 +203,13 @@ def _cell_text(value: float | None, ends: Sequence[float | None] = (), sign: str
 
 
 def draw_comparison(document: Row) -> Figure:
-    """Draws a line of panels for each task and metric, a panel for each set of leads; in it a line
-    for each model, with a dot and its interval for each share of labels."""
+    """Draws a row of panels for each task and metric, with one panel for each set of leads. In a
+    panel, each model has a line, and on it a dot with its interval for each share of labels."""
     by_panel = rows_by_panel(document)
     columns = list(dict.fromkeys(row["leads"] for row in document["rows"]))
     shares = sorted({row["share"] for row in document["rows"]} - {None})
-    marks = dict(zip(shares, cycle(SHARE_MARKS), strict=False))
-    models = []  # by line of panels, in the order of the comparison
+    marks = dict(zip(shares, cycle(SHARE_MARKERS), strict=False))
+    models = []  # for each row of panels, its models in the order of the comparison
     for rows in by_panel.values():
         models_drawn = {row["model"] for row in rows}
         models.append([name for name in document["models"] if name in models_drawn])
@@ -241,7 +245,7 @@ def _add_legend(figure: Figure, marks: Mapping[float, str]) -> None:
 
 
 def _leads_text(leads: str) -> str:
-    """Names the leads that the models were shown."""
+    """Returns a text that names the leads that the models were shown."""
     text = f"leads {leads}" if "," in leads else f"{leads} leads"
     return "lead I" if leads == "1" else text
 
@@ -249,7 +253,8 @@ def _leads_text(leads: str) -> str:
 def _draw_panel(
     axes: Axes, rows: list[Row], metric: str, names: list[str], marks: Mapping[float, str]
 ) -> None:
-    """Draws the dots of a model below each other, the smallest share of labels first."""
+    """Draws a panel. The dots of a model are below each other, with the smallest share of labels
+    first."""
     intervals = "no intervals"
     for row in rows:
         value, share = row["metrics"][metric], row["share"]

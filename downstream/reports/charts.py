@@ -1,4 +1,5 @@
-"""The figures of the reports, drawn with matplotlib: numbers in, a picture for the page out.
+"""Draws the figures of the reports with matplotlib. Each function turns numbers into a picture for
+a page.
 
 curves_over_steps("Loss", {"training": (steps, values)})
 curves_of_class("AF", label_N, score_N)
@@ -33,13 +34,14 @@ CHART_STYLE: Any = {
     "legend.frameon": False,
     "figure.facecolor": "white",
     "savefig.bbox": None,
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "omnilead",  # without one, ids are random
+    "svg.fonttype": "none",  # text is stored as text, not as outlines
+    "svg.hashsalt": "omnilead",  # without a fixed salt, the ids in a file are random
 }
-styled = matplotlib.rc_context(CHART_STYLE)  # a decorator
-GUIDE_STYLE: Any = {"color": "#75757d", "ls": ":", "lw": 1.2}  # chance, means, equality
-MANY_POINTS = 1000  # points; more are drawn as an image, so that the page stays small
-LIMITS_SD = 1.96  # standard deviations: 95 % of normally distributed differences
+styled = matplotlib.rc_context(CHART_STYLE)  # decorates functions that draw
+# lines for chance, means and equality
+GUIDE_STYLE: Any = {"color": "#75757d", "ls": ":", "lw": 1.2}
+MANY_POINTS = 1000  # a line with more points is drawn as an image, so that the page stays small
+LIMITS_SD = 1.96  # within so many standard deviations lie 95 % of normally distributed differences
 
 
 def figure_and_panels(count: int, size_in: float = 2.4) -> tuple[Figure, Any]:
@@ -55,8 +57,8 @@ def curves_over_steps(
     chance: float = np.nan,
     best: float | None = None,
 ) -> Picture:
-    """Draws values over steps. `lines`: both, by name. `chance`: the value of guessing; `best`: the
-    step that is exported."""
+    """Draws values over training steps. `lines`: {name: (steps, values)}. `chance`: the value that
+    guessing reaches. `best`: the step that is exported."""
     figure = Figure((4.1, 2.6), layout="constrained")
     axes = figure.subplots()
     for (name, (x, y)), style in zip(lines.items(), cycle(("-", "--"))):
@@ -76,7 +78,8 @@ def curves_over_steps(
 
 @styled
 def curves_of_class(title: str, label_N: Array, score_N: Array) -> Picture:
-    """Draws ROC, precision and recall, and calibration; dotted: chance, or perfect calibration."""
+    """Draws the ROC curve, the precision-recall curve and calibration. Dotted lines are chance or
+    perfect calibration."""
     auroc, auprc = Ranking(label_N, score_N).auroc_and_auprc(np.ones((len(label_N), 1)))[:, 0]
     fallout, sensitivity, _ = roc_curve(label_N, score_N, drop_intermediate=False)
     precision, found, _ = precision_recall_curve(label_N, score_N)
@@ -101,8 +104,8 @@ def curves_of_class(title: str, label_N: Array, score_N: Array) -> Picture:
 
 @styled
 def agreement_plots(name: str, value_N: Array, prediction_N: Array, unit: str) -> Picture:
-    """Draws predicted against true values; Bland and Altman's plot, with the mean difference and
-    the limits of agreement."""
+    """Draws predicted against true values, and a Bland-Altman plot with the mean difference and the
+    limits of agreement."""
     in_unit = f", {unit}" if unit else ""
     figure, (scatter, bland_altman) = figure_and_panels(2, 3.6)
     scatter.plot(value_N, prediction_N, ".", alpha=0.4, mew=0, rasterized=True)
@@ -122,7 +125,7 @@ def agreement_plots(name: str, value_N: Array, prediction_N: Array, unit: str) -
 
 @styled
 def share_curves(title: str, xlabel: str, lines: Mapping[str, Line]) -> Picture:
-    """Draws shares of patients or records by time or rank."""
+    """Draws lines for shares of patients or of records, over time or rank."""
     figure = Figure((6.4, 3.2), layout="constrained")
     axes: Axes = figure.subplots()
     for name, (x, y) in lines.items():

@@ -27,8 +27,8 @@ from ..tasks.metrics import TOO_FEW_NOTE, Array, kaplan_meier_curve, predict_cla
 from . import charts
 from .page import Picture, metric_title, number_text, readable_items, render_page, to_picture
 
-CLASSES_DRAWN = 6  # the most frequent classes have counts and curves
-WORST_ECGS = 12  # ECGs drawn
+MAX_CLASSES_DRAWN = 6  # only so many classes, the most frequent ones, have counts and curves
+WORST_ECGS = 12  # number of ECGs with the largest errors that are drawn
 NO_INTERVAL = "no interval"
 NO_INTERVAL_NOTE = f"{TOO_FEW_NOTE} have no interval, nor has a score on which all resamples agree."
 COUNT_TITLES = {
@@ -43,11 +43,12 @@ Table = list[list[str]]
 def report_page(
     result: TaskResult | IdentificationResult, data: Datasets | None = None, halves: bool = False
 ) -> str:
-    """Returns the page. `halves`: with the scores of single windows, too."""
+    """Returns the HTML report of an evaluation. `halves`: lists the scores of single windows,
+    too."""
     content = (
-        task_content(result, data, halves)
+        task_page_content(result, data, halves)
         if isinstance(result, TaskResult)
-        else identification_content(result)
+        else identification_page_content(result)
     )
     facts, name = result.facts, str(result.facts.get("model", "model"))
     heading = [
@@ -71,7 +72,7 @@ def interval_text(ends: Sequence[float], percent: bool = False) -> str:
     return f"{number_text(ends[0], percent)} to {number_text(ends[1], percent)}"
 
 
-def task_content(result: TaskResult, data: Datasets | None, halves: bool) -> dict[str, Any]:
+def task_page_content(result: TaskResult, data: Datasets | None, halves: bool) -> dict[str, Any]:
     half, record, head = result.half_scores, result.record_scores, result.head
     windows, sentence = (
         scored_windows_text(result.facts),
@@ -84,7 +85,7 @@ def task_content(result: TaskResult, data: Datasets | None, halves: bool) -> dic
     if len(record["classes"]) > 1:
         tables[by] = class_table(record["classes"])
     for name, groups in result.group_scores.items():
-        if len(groups) < 2:  # one group repeats the scores of all
+        if len(groups) < 2:  # the scores of a single group would repeat those of all records
             continue
         tables[f"By {name}"] = group_table(name, groups, next(iter(record["intervals"])))
     without = any(NO_INTERVAL in row for table in tables.values() for row in table)
@@ -158,7 +159,8 @@ def class_table(classes: Mapping[str, Facts]) -> Table:
 
 
 def group_table(name: str, groups: Mapping[str, Facts], score: str) -> Table:
-    """Lists the score of each group, and the positives of its rarest and most frequent class."""
+    """Returns a table with the score of each group, and the number of positives of its rarest and
+    of its most frequent class."""
     table = [
         [
             name.capitalize(),
@@ -181,11 +183,12 @@ def group_table(name: str, groups: Mapping[str, Facts], score: str) -> Table:
 
 
 def decision_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
-    """Counts at the operating points that the model carries, and curves."""
-    frequent = np.argsort(-(y_NK == 1).sum(0), kind="stable")[:CLASSES_DRAWN].tolist()
+    """Returns counts of records at the operating points of the model, and curves of the most
+    frequent classes."""
+    frequent = np.argsort(-(y_NK == 1).sum(0), kind="stable")[:MAX_CLASSES_DRAWN].tolist()
     of_which = ""
-    if len(head.classes) > CLASSES_DRAWN:
-        of_which = f" of the {CLASSES_DRAWN} most frequent classes"
+    if len(head.classes) > MAX_CLASSES_DRAWN:
+        of_which = f" of the {MAX_CLASSES_DRAWN} most frequent classes"
     curves: list[Picture] = []
     tables: dict[str, list[Table]] = {}
     for k in frequent:
@@ -207,7 +210,7 @@ def decision_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str,
 
 
 def operating_points(head: HeadInfo) -> dict[str, dict[str, float]]:
-    """{name of the point: {class: score above which it is predicted}}"""
+    """Returns {name of an operating point: {class: the score above which it is predicted}}."""
     points = {}
     if head.thresholds:
         points["threshold"] = dict(zip(head.classes, head.thresholds, strict=True))
@@ -219,7 +222,7 @@ def operating_points(head: HeadInfo) -> dict[str, dict[str, float]]:
 
 
 def two_by_two_table(name: str, threshold: float, y_N: Array, score_N: Array) -> Table:
-    above_N = score_N > threshold  # labels may be unknown, all of them
+    above_N = score_N > threshold  # rows with an unknown label are in none of the four counts
     true_positive, false_negative = int(above_N[y_N == 1].sum()), int((~above_N[y_N == 1]).sum())
     false_positive, true_negative = int(above_N[y_N == 0].sum()), int((~above_N[y_N == 0]).sum())
     ppv = share_text(true_positive, false_positive)
@@ -239,7 +242,8 @@ def share_text(part: int, rest: int) -> str:
 
 
 def confusion_table(head: HeadInfo, y_NK: Array, scores_NK: Array) -> Table:
-    """Counts the records of each class (row) that were predicted as each class (column)."""
+    """Returns a table of how many records of each class (row) were predicted as each class
+    (column)."""
     is_known = ~np.isnan(y_NK).any(1)
     counts_KK = (y_NK[is_known] == 1).T.astype(int) @ predict_classes(
         "multiclass", scores_NK[is_known]
@@ -261,8 +265,8 @@ def agreement_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str
 
 
 def survival_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
-    """Draws Kaplan-Meier curves of the records in thirds of the predicted risk, and counts how many
-    are at risk."""
+    """Returns Kaplan-Meier curves of the records in thirds of the predicted risk, and a table of
+    how many records are at risk over time."""
     is_known = ~np.isnan(y_NK[:, 0])
     y_N, risk_N = y_NK[is_known, 0], scores_NK[is_known, 0]
     third_N = np.searchsorted(np.quantile(risk_N, (1 / 3, 2 / 3)), risk_N)
@@ -271,7 +275,7 @@ def survival_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str,
     table, lines = [[f"at risk, {unit}", *map("{:.3g}".format, ticks)]], {}
     for third, name in enumerate(("lowest risks", "middle", "highest risks")):
         y_G = y_N[third_N == third]
-        if len(y_G):  # none if all risks are equal
+        if len(y_G):  # a third is empty if all risks are equal
             lines[name] = kaplan_meier_curve(y_G)
             table.append([name, *(f"{(np.abs(y_G) >= tick).sum():,}" for tick in ticks)])
     curve = charts.share_curves("Without the event, by thirds of the risk", unit, lines)
@@ -288,14 +292,15 @@ def draw_ecg(result: TaskResult, data: Datasets, row: int) -> Picture:
     groups = [str(values[row]) for name, values in result.groups_N.items() if name != "source"]
     figure = paper.ecg_figure(crop.signal_uv, crop.halves, missing=crop.missing_leads)
     for text in (*figure.texts, *figure.axes[0].texts):
-        text.set_fontsize(13)  # two ECGs beside each other, at half their size on paper
+        # large, as two ECGs are beside each other, at half their size on paper
+        text.set_fontsize(13)
     record_text = ", ".join([str(result.records_N[row]), *groups])
     title = f"{record_text}: {error_text(result, row)}"
     return to_picture(title, figure, "webp", dpi=90, pil_kwargs={"lossless": True})
 
 
 def error_text(result: TaskResult, row: int) -> str:
-    """Says how large the largest error is."""
+    """Returns a text on the largest error among the outputs for an ECG."""
     head, names = result.head, result.head.classes
     y_K, score_K = np.asarray(result.labels_NK, float)[row], result.scores_NK[row]
     if head.kind == "multiclass":
@@ -310,7 +315,7 @@ def error_text(result: TaskResult, row: int) -> str:
     return f"{names[k]}: labelled {'yes' if y_K[k] else 'no'}, probability {score_K[k]:.3f}"
 
 
-def identification_content(result: IdentificationResult) -> dict[str, Any]:
+def identification_page_content(result: IdentificationResult) -> dict[str, Any]:
     scores, random = result.scores, result.untrained
     table = [["", "", "95 % interval"]]
     table.append(

@@ -1,5 +1,5 @@
-"""The pages of the reports: jinja templates in this folder, filled with tables and pictures. A page is
-one file that loads nothing.
+"""Renders the pages of the reports: jinja templates in this folder, filled with tables and
+pictures. A page is one file, and loads no other file.
 
 render_page("run.html", title="RUN: report", result=[["", "value"], ["Loss", "0.31"]], ...)
 """
@@ -24,10 +24,11 @@ class Picture(NamedTuple):
 
 
 def to_picture(title: str, figure: Figure, kind: str = "svg", **options: Any) -> Picture:
-    """Renders a figure; the same figure gives the same bytes."""
+    """Renders a figure as a picture for a page. The same figure gives the same bytes."""
     file = io.BytesIO()
     if kind == "svg":
-        options |= {"metadata": {"Date": None}, "dpi": 150}  # dpi: of what is drawn as an image
+        # dpi is for the parts of an SVG that are drawn as images
+        options |= {"metadata": {"Date": None}, "dpi": 150}
     figure.savefig(file, format=kind, **options)
     mime = {"svg": "svg+xml"}.get(kind, kind)
     data = base64.b64encode(file.getvalue()).decode()

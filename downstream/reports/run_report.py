@@ -1,4 +1,4 @@
-"""Writes RUN/report.html, one self-contained page: how a run went, what to look at, three curves.
+"""Writes RUN/report.html, one self-contained page on a run: its results, warnings and three curves.
 
     omnilead status RUN --html
 
@@ -40,13 +40,13 @@ from .charts import curves_over_steps
 from .page import Picture, metric_title, number_text, readable_items, render_page
 
 RESULT_FILE = "result.json"
-DEFAULT_PATIENCE = (
-    10  # validations without improvement that count as convergence if train.patience is 0
-)
-RECENT_STEPS = 10  # logged steps
+# If train.patience is 0, a run has converged after so many validations without improvement
+DEFAULT_PATIENCE = 10
+RECENT_STEPS = 10  # the mean of recent values is over so many logged steps
 IDENTIFICATION_METRIC = "identification_accuracy"
-# Facts in run.json that the page says elsewhere, or that only a resumed run needs
-FACTS_ELSEWHERE = (
+# Facts of run.json that the page does not list, as it shows them elsewhere or as only a resumed run
+# needs them
+UNLISTED_FACTS = (
     "config.",
     "dataset_paths",
     "chance.",
@@ -57,18 +57,18 @@ FACTS_ELSEWHERE = (
 
 
 class StepLog:
-    """A file with one JSON object for each step; without a file, no rows."""
+    """A log with one JSON object for each step. It has no rows if the file is missing."""
 
     def __init__(self, path: Path) -> None:
         self.rows, self.unreadable = read_metric_rows(path)
         self.steps = self.column("step")
 
     def column(self, key: str) -> Array:
-        """Returns the values of a key; NaN for what is not a number."""
+        """Returns the values of a key in all rows; NaN where it is not a number."""
         return np.array([number_or_nan(row.get(key)) for row in self.rows])
 
     def steps_and_values(self, key: str) -> tuple[Array, Array]:
-        """Returns the steps at which the key is a finite number, and its values there."""
+        """Returns the steps at which the value of a key is a finite number, and these values."""
         values = self.column(key)
         is_finite = np.isfinite(values)
         return self.steps[is_finite], values[is_finite]
@@ -78,8 +78,8 @@ class StepLog:
         return float(values[np.isfinite(values)].mean()) if np.isfinite(values).any() else math.nan
 
     def median_after_warm_up(self, key: str) -> float:
-        """Returns the median without the first row, which includes the warm-up, if there are
-        others."""
+        """Returns the median of a key without the first row, which includes the warm-up. A single
+        row is not left out."""
         values = self.column(key)[min(1, len(self.rows) - 1) :]
         return (
             float(np.median(values[np.isfinite(values)])) if np.isfinite(values).any() else math.nan
@@ -93,7 +93,8 @@ class StepLog:
 
 
 class RunLog:
-    """The logs of a run: `metrics`, `held_out`, and `facts` from run.json."""
+    """The logs of a run: of its training (`metrics`), of its validations (`held_out`), and the
+    `facts` of run.json."""
 
     def __init__(self, run: Path) -> None:
         if not (run / METRICS).is_file():
@@ -102,7 +103,9 @@ class RunLog:
         self.metrics = StepLog(run / METRICS)
         self.held_out = StepLog(run / VALIDATION)
         if not self.metrics.rows:
-            raise ConfigError(f"{run / METRICS}: has no step yet: wait for the first log line")
+            raise ConfigError(
+                f"{run / METRICS}: has no steps yet: wait until the first one is logged"
+            )
         self.facts: Any = {}
         self.remarks: list[str] = []
         try:
@@ -121,7 +124,7 @@ class RunLog:
 
     @property
     def task(self) -> str:
-        """The name of the task of a fine-tuning."""
+        """The name of the task of a fine-tuning; "" for a pre-training."""
         return str(self.fact("config", "task", "name") or "")
 
 
@@ -139,7 +142,7 @@ def report_page(run: Path) -> str:
         curves=list(curve_pictures(log, best)),
         validation=validation_note(log),
         settings=changed_settings(log),
-        run=[fact for fact in readable_items(log.facts) if not fact[0].startswith(FACTS_ELSEWHERE)],
+        run=[fact for fact in readable_items(log.facts) if not fact[0].startswith(UNLISTED_FACTS)],
     )
 
 
@@ -157,7 +160,7 @@ def progress_texts(log: RunLog) -> Iterator[str]:
 
 
 def changed_settings(log: RunLog) -> list[tuple[str, str]]:
-    """Returns the settings that differ from the defaults; config.yaml has all."""
+    """Returns the settings that differ from the defaults. config.yaml has all settings."""
     config = log.fact("config")
     if not isinstance(config, dict):
         return []
@@ -205,7 +208,8 @@ def validation_note(log: RunLog) -> str:
 
 
 def result_rows(log: RunLog, best: float | None) -> Iterator[list[str]]:
-    """Yields the main figures of the exported step, held-out ones rather than training ones."""
+    """Yields the main figures of the exported step as rows of a table. Held-out figures take
+    precedence over training figures."""
     metrics, held_out = log.metrics, log.held_out
     step = best
     if not log.task:
@@ -235,7 +239,8 @@ def result_rows(log: RunLog, best: float | None) -> Iterator[list[str]]:
 
 
 def score_row(log: RunLog, metric: Metric, step: float | None) -> list[str] | None:
-    """Returns a held-out score, or else the recent training score, beside that of guessing."""
+    """Returns a row with a held-out score or, if there is none, the mean of recent training scores.
+    Beside it is the score of guessing."""
     key, percent = metric.name, metric.percent
     value, prefix, detail = log.held_out.value_at(key, step), VALID_PREFIX, "held out"
     if not math.isfinite(value):
@@ -251,8 +256,8 @@ def score_row(log: RunLog, metric: Metric, step: float | None) -> list[str] | No
 
 
 def selection_metric_and_sign(log: RunLog) -> tuple[str, int]:
-    """Returns the metric that chooses the best step, and 1 if higher is better, -1 if lower is, 0
-    if that is not known. A damaged run.json does not name it."""
+    """Returns the metric by which the best step is chosen, and its sign: 1 if higher is better, -1
+    if lower is better, 0 if that is unknown, as with a damaged run.json."""
     name = str(log.fact("best") or "loss")
     if name not in METRIC_OF or METRIC_OF[name].lower_is_better is None:
         return name, 0
@@ -260,7 +265,8 @@ def selection_metric_and_sign(log: RunLog) -> tuple[str, int]:
 
 
 def best_step(log: RunLog) -> float | None:
-    """Returns the first best step, chosen as in training: never the untrained model."""
+    """Returns the first step with the best held-out score, chosen as in training. It is never step
+    0, the untrained model; None if there is no such step."""
     name, sign = selection_metric_and_sign(log)
     steps, values = log.held_out.steps_and_values(name)
     steps, values = steps[steps > 0], values[steps > 0]
@@ -269,7 +275,7 @@ def best_step(log: RunLog) -> float | None:
 
 def training_result(log: RunLog) -> dict[str, Any]:
     """Returns how a fine-tuning ended: its best validation, whether validation has stopped
-    improving, and the curve. Empty before the end, or if nothing was validated."""
+    improving, and the curve. Returns {} before the end, or if nothing was validated."""
     (name, sign), best = selection_metric_and_sign(log), best_step(log)
     if best is None or not log.task:
         return {}
@@ -302,7 +308,8 @@ def training_result(log: RunLog) -> dict[str, Any]:
 
 
 def curve_pictures(log: RunLog, best: float | None) -> Iterator[Picture]:
-    """Draws what was logged more than once: the loss, the held-out score and the speed."""
+    """Draws the loss, the held-out score and the speed, each only if it was logged more than
+    once."""
     training, held_out = log.metrics, log.held_out
     losses = {
         "training": training.steps_and_values("loss"),
@@ -326,7 +333,8 @@ def curve_pictures(log: RunLog, best: float | None) -> Iterator[Picture]:
 
 
 def write_report(run: Path) -> Path:
-    """Writes the report and RUN/result.json, and prints the result."""
+    """Writes RUN/report.html and, if a fine-tuning has ended, RUN/result.json, whose text it
+    prints."""
     if ended := training_result(RunLog(run)):
         write_whole(run / RESULT_FILE, json.dumps(ended, indent=1) + "\n")
         say(ended["text"])

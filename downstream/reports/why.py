@@ -35,19 +35,19 @@ from ..inference.outputs import prediction_output
 from ..inference.trained_model import SEGMENTS_PER_BATCH, TrainedModel
 from ..tasks.metrics import Array
 
-FOR_COLOUR, AGAINST_COLOUR = "#d95f02", "#0072b2"  # differ for any colour vision
+FOR_COLOUR, AGAINST_COLOUR = "#d95f02", "#0072b2"  # orange and blue differ for any colour vision
 WHY_NOTE = (
     "Numbers: how much its logit (or value) falls if the model is not shown the lead (orange), or rises "
     "(-, blue). Limb leads stand in for each other."
 )
 
 
-class ReadEcg(NamedTuple):
-    """An ECG and the crops of it that the model is shown, of which the first is drawn."""
+class EcgCrops(NamedTuple):
+    """The crops of an ECG that the model is shown. The first of them is drawn."""
 
     name: str
     uv_BLT: Tensor
-    halves_B: Array  # how many halves of 5 s each crop has
+    halves_B: Array  # number of halves (of 5 s) of each crop
 
     @property
     def uv_LT(self) -> Array:
@@ -63,9 +63,9 @@ class ReadEcg(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    score: float  # probability, value or risk
-    output: float  # logit, value or risk
-    added: dict[str, float]  # by lead: how much the output falls without it
+    score: float  # what the model predicts: a probability, a value or a risk
+    output: float  # what the score is computed from: a logit, a value or a risk
+    added: dict[str, float]  # for each lead, how much the output falls without it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,18 +114,22 @@ def draw_why(
 
 
 def output_index(why: str, model: TrainedModel) -> int:
-    """Returns the number of the model's output with this name; ConfigError if there is none."""
-    prediction_output(model)  # refuses models without classes
+    """Returns the index of the model's output with this name; raises ConfigError if there is
+    none."""
+    prediction_output(model)  # raises an error for models without classes
     if why not in model.classes:
-        raise ConfigError(f"--why {why}: the model's outputs are {', '.join(model.classes)}")
+        raise ConfigError(
+            f"--why {why} is no output of the model: choose one of {', '.join(model.classes)}"
+        )
     return model.classes.index(why)
 
 
-def explain(setup: ModelSetup, ecg: ReadEcg, k: int) -> Explanation:
-    """Computes what each lead that the model is shown adds to its output k."""
+def explain(setup: ModelSetup, ecg: EcgCrops, k: int) -> Explanation:
+    """Returns the score and output `k` of the model, and how much each lead that the model is shown
+    adds to the output."""
     x_RLT = setup.input.windows(ecg.uv_BLT, ecg.halves_B).to(setup.model.device)
     channels = [setup.input.leads.index(lead) for lead in setup.input.seen_leads]
-    output, added = output_and_falls(channels, setup.model, x_RLT, k)
+    output, added = output_and_drops(channels, setup.model, x_RLT, k)
     with torch.no_grad():
         score = setup.model.scores(x_RLT)[:, k].mean().item()
     names = [LEADS[lead] for lead in setup.input.seen_leads]
@@ -140,30 +144,32 @@ def lead_table(explanation: Explanation) -> str:
 
 
 @torch.no_grad()
-def output_and_falls(
+def output_and_drops(
     channels: Sequence[int], model: TrainedModel, x_RLT: Tensor, k: int
 ) -> tuple[float, list[float]]:
-    """Returns output k of the model, and how much it falls when each of these channels is zero."""
+    """Returns output `k` of the model, and how much it falls when each of these channels is set to
+    zero."""
 
-    def output(x_RLT: Tensor) -> float:
+    def mean_output(x_RLT: Tensor) -> float:
         y_RK = torch.cat([model.logits(part) for part in x_RLT.split(SEGMENTS_PER_BATCH)])
         if model.head_info and model.head_info.kind == "regression":
             y_RK = model.head_info.scores(y_RK)
         return y_RK[:, k].mean().item()
 
-    with_all, added = output(x_RLT), []
+    with_all, added = mean_output(x_RLT), []
     for channel in channels:
         without_RLT = x_RLT.clone()
         without_RLT[:, channel] = 0
-        added.append(with_all - output(without_RLT))
+        added.append(with_all - mean_output(without_RLT))
     return with_all, added
 
 
-def read_ecg(setup: ModelSetup, what: str, crop: int | None) -> ReadEcg:
-    """Reads the ECG in a file, or a crop of a dataset; ConfigError unless it is one ECG."""
+def read_ecg(setup: ModelSetup, what: str, crop: int | None) -> EcgCrops:
+    """Reads the ECG in a file, or one crop of a dataset; raises ConfigError if that is not exactly
+    one ECG."""
     dataset = find_dataset(setup.options)
     if (dataset is None) != (crop is None):
-        reason = "a dataset's ECGs are chosen by" if dataset else "only a dataset has"
+        reason = "is a dataset: choose a crop with" if dataset else "is no dataset: leave out"
         raise ConfigError(f"{what}: {reason} --crop ROW")
     source: CropSource
     if dataset is None:
@@ -174,20 +180,24 @@ def read_ecg(setup: ModelSetup, what: str, crop: int | None) -> ReadEcg:
         raise ConfigError(f"--crop {crop}: the dataset has crops 0 to {len(dataset) - 1}")
     parts = range(source.parts)
     if (records := source.count_units(parts)) != 1:
-        raise ConfigError(f"{what}: has {records:,} records: name one")
+        raise ConfigError(
+            f"{what}: has {records:,} records: name one of them, as only one ECG can be drawn"
+        )
     crops: list[Tensor] = []
     halves: list[Array] = []
     rows: list[dict[str, Any]] = []
     for batch in source.read_batches(parts, lambda units: None):
-        crops.append(torch.tensor(batch.uv_BLT))  # a copy: the next batch takes its place
+        # copied, as the next batch is read into the same memory
+        crops.append(torch.tensor(batch.uv_BLT))
         halves.append(batch.halves_B)
         rows += batch.crops.table.to_pylist()
     name = f"{rows[0]['record']}, from {rows[0]['start_s']:g} s"
-    return ReadEcg(name, torch.cat(crops), np.concatenate(halves))
+    return EcgCrops(name, torch.cat(crops), np.concatenate(halves))
 
 
 def colour_leads(figure: Figure, added_by_lead: dict[str, float]) -> None:
-    """Colours the printout behind its leads, strongest for the lead that matters most."""
+    """Colours the printout behind each lead. The colour is strongest for the lead with the largest
+    effect, whether it adds or takes away."""
     (page,) = figure.axes
     most = max(map(abs, added_by_lead.values())) or 1.0
     width = paper.MM_PER_S * paper.COLUMN_S

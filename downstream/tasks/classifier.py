@@ -1,5 +1,5 @@
-"""The model for fine-tuning: an encoder, the mean over time, and a linear layer (for identity:
-cosines to class vectors), or another head.
+"""The model for fine-tuning: an encoder with a head. By default the head is a linear layer on the
+mean over time (for identity: cosines to class vectors).
 
     model = Classifier(encoder, TaskConfig(kind="multilabel"), outputs=26)
     losses = model(x_BSLT, labels_BK, present_BS)              # training
@@ -38,20 +38,22 @@ from omnilead.engine.settings.leads import ALL_LEADS
 
 from .config import TaskConfig
 from .kinds import KINDS
-from .readout import PAPER, Readout, read_out, readout_width
+from .readout import PAPER_READOUT, Readout, read_out, readout_width
 
 HEADS = {"attention": "omnilead.downstream.tasks.classifier:AttentionHead"}
-HEAD_PROBE_TOKENS = 7  # tokens of the batch that probes a new head
+HEAD_PROBE_TOKENS = 7  # number of tokens in the random input on which a new head is tried
 COSINE_CLIP = 1e-6  # keeps the cosine away from +-1, where the sine's slope is unbounded
-SCALE_SPEED = 10  # the logarithm of a learned scale moves so many times faster than a weight
+# the logarithm of a learned scale is this many times its parameter, so that it moves faster
+SCALE_SPEED = 10
 
 
 class AttentionHead(nn.Module):
-    """Attention whose heads have a learnt query each, and whose output projection is the classifier.
+    """Attention over all tokens: each attention head has a learnt query, and the output projection
+    gives the logits.
 
     Source: AI4HealthUOL/ecg-fm-benchmarking, where frozen encoders are compared with it."""
 
-    tokens = True  # the head takes c_RND instead of c_RD
+    tokens = True  # the head takes all tokens (c_RND), not their mean (c_RD)
 
     def __init__(self, width: int, outputs: int, heads: int = 16) -> None:
         super().__init__()
@@ -62,7 +64,7 @@ class AttentionHead(nn.Module):
             )
         self.heads = heads
         self.query = nn.Parameter(torch.randn(width) / math.sqrt(width))
-        # The maps to queries, keys and values, drawn as in nn.Linear
+        # The maps to queries, keys and values. They begin as nn.Linear begins its weights
         maps_3DD = torch.empty(3, width, width).uniform_(-1, 1) / math.sqrt(width)
         self.maps = nn.Parameter(maps_3DD)
         self.linear = nn.Linear(width, outputs, bias=False)
@@ -71,8 +73,8 @@ class AttentionHead(nn.Module):
         query_map_DD, key_map_DD, value_map_DD = self.maps
         keys_HPD = key_map_DD.unflatten(0, (self.heads, -1))
         values_HPD = value_map_DD.unflatten(0, (self.heads, -1))
-        # There are no biases, so a query can be mapped to the tokens instead of all tokens to keys,
-        # and the mean of tokens instead of all tokens to values
+        # Without biases, products can be reordered to save work: instead of all tokens to keys, the
+        # query is mapped to the tokens; instead of all tokens to values, only their mean is
         queries_H1P = (query_map_DD @ self.query).view(self.heads, 1, -1)
         queries_HD = (queries_H1P @ keys_HPD).squeeze(1) / math.sqrt(queries_H1P.shape[2])
         weights_RHN = (queries_HD @ c_RND.transpose(1, 2)).softmax(2)
@@ -90,23 +92,25 @@ def build_head(
     generator: torch.Generator | None = None,
     kind: Any = None,
 ) -> nn.Module:
-    """Build `task.head`: "attention", or your own Class(width, outputs, **task.head_options), which
-    maps c_RD, or c_RND if it has `tokens = True`, to logits_RK."""
+    """Returns the head that task.head names: "attention", or a Class of the user's, built as
+    Class(width, outputs, **task.head_options). A head maps c_RD to logits_RK, or c_RND if it has
+    `tokens = True`."""
     setting = f"task.head={spec}" + (f", task.head_options={options}" if options else "")
     with blaming(f"{setting}, {width} wide, {outputs} outputs"):
         made = kind or load_plugin(HEADS.get(spec, spec))
         head = require_parameters(build_module(made, generator, width, outputs, **options))
         inputs = torch.randn(CHECKED_ROWS, HEAD_PROBE_TOKENS, width)
-        example = inputs if sees_tokens(head) else pool(inputs)
+        example = inputs if takes_tokens(head) else pool(inputs)
         y = copy.deepcopy(head).eval()(example)
         if list(y.shape) != [CHECKED_ROWS, outputs] or not y.isfinite().all():
             raise ConfigError(
-                f"returns {list(y.shape)} or non-finite numbers for input {list(example.shape)}"
+                f"the head returns {list(y.shape)}, or numbers that are not finite, for an input of shape "
+                f"{list(example.shape)}: must be finite and {[EXAMINED_ROWS, outputs]}"
             )
         return head
 
 
-def sees_tokens(head: nn.Module) -> bool:
+def takes_tokens(head: nn.Module) -> bool:
     return bool(getattr(head, "tokens", False))
 
 
@@ -118,10 +122,11 @@ class Classifier(nn.Module):
         outputs: int,
         generator: torch.Generator | None = None,
         frozen: bool = False,
-        readout: Readout = (PAPER,),
+        readout: Readout = (PAPER_READOUT,),
         leads: Sequence[int] = ALL_LEADS,
     ) -> None:
-        """`leads`: those of its input, which some read-outs measure."""
+        """Builds the head. `leads`: the leads of the input, for read-outs that measure the
+        signal."""
         super().__init__()
         width = int(encoder.width)  # type: ignore[arg-type]
         self.encoder, self.task, self.frozen = encoder, task, frozen
@@ -132,7 +137,8 @@ class Classifier(nn.Module):
             self.head: Any = build_head(task.head, task.head_options, width, outputs, generator)
             return
         if task.kind == "identity" and task.scale == "learned":
-            first = math.sqrt(2) * math.log(max(outputs - 1, 2))  # as in AdaCos (Zhang et al. 2019)
+            # initial scale, as in AdaCos (Zhang et al. 2019)
+            first = math.sqrt(2) * math.log(max(outputs - 1, 2))
             self.log_scale = nn.Parameter(torch.tensor([math.log(first) / SCALE_SPEED]))
         self.head = nn.Linear(readout_width(readout, width), outputs, bias=task.kind != "identity")
         nn.init.xavier_uniform_(self.head.weight, generator=generator)
@@ -145,16 +151,18 @@ class Classifier(nn.Module):
         labels: Tensor | None = None,
         present_BS: Tensor | None = None,
         weights_BK: Tensor | None = None,
-        margin: Tensor | None = None,  # ArcFace's margin while it grows to task.margin
+        # the current margin of ArcFace, while it grows to task.margin
+        margin: Tensor | None = None,
     ) -> dict[str, Tensor] | Tensor:
-        """Returns the losses; without labels, the pooled encodings c_RD. labels: float [B, K], NaN
-        where unknown; for identity int64 [B]. Both halves of a crop have its labels. present_BS: 0
-        for missing halves. weights_BK: weights of the labels."""
+        """Returns the losses or, without labels, the input of the head. labels: float [B, K], NaN
+        where unknown; for identity int64 [B]. They count for both halves of a crop. present_BS: 0
+        for halves that a crop lacks. weights_BK: weights of the labels."""
         c_RD = self.encode(x_BSLT.flatten(0, 1))
         if labels is None:
             return c_RD
         assert present_BS is not None
-        # Imported here: it imports torch's compiler, which inference does not need
+        # Imported only for training: objectives imports torch's compiler, which inference does not
+        # need
         from omnilead.engine.model.objectives import all_gather, sum_over_ranks, world_size
 
         kind, halves = KINDS[self.task.kind], x_BSLT.shape[1]
@@ -167,33 +175,33 @@ class Classifier(nn.Module):
         else:
             logits_RK = self.logits(c_RD)
             weights_RK = None if weights_BK is None else weights_BK.repeat_interleave(halves, 0)
-            if self.task.kind == "survival":  # the rows of all ranks are at risk together
+            if self.task.kind == "survival":  # the loss compares the rows of all ranks
                 labels_R[present_R == 0] = torch.nan
                 gathered = map(all_gather, (logits_RK, labels_R, present_R))
                 logits_RK, labels_R, present_R = gathered
             loss_R, share_R = kind.loss_and_known_share(logits_RK, labels_R, weights_RK)
             right_R = kind.are_right(logits_RK, labels_R)
-        # Counts are averaged over ranks, so that the mean of the ranks' losses is the loss of the
-        # global batch
+        # The counts are averaged over ranks, so that the mean of the ranks' losses is the loss of
+        # the global batch
         counts = torch.stack([(present_R * share_R).sum(), present_R.sum()])
         known, halves_there = sum_over_ranks(counts) / world_size()
-        # A batch may have no event
+        # The clamp avoids a division by zero if a batch has no known label, or no event
         losses = {"loss": (loss_R * present_R).sum() / known.clamp_min(1e-6)}
         if not kind.has_classes:
             return losses
         return losses | {"accuracy": (right_R.float() * present_R).sum().detach() / halves_there}
 
     def encode(self, x_RLT: Tensor) -> Tensor:
-        """Returns what the head takes: the read-out, or tokens."""
+        """Returns the input of the head: the read-out, or all tokens for a head that takes them."""
         c_RND: Tensor = self.encoder(x_RLT)
-        if sees_tokens(self.head):
+        if takes_tokens(self.head):
             return c_RND
         return read_out(self.readout, c_RND, x_RLT, self.leads)
 
     def train(self, mode: bool = True) -> "Classifier":
         super().train(mode)
         if self.frozen:
-            self.encoder.eval()  # no dropout, and running means stay
+            self.encoder.eval()  # without dropout, and with the running means as they are
         return self
 
     def logits(self, c_RD: Tensor) -> Tensor:
@@ -212,10 +220,10 @@ class Classifier(nn.Module):
 def lr_shares_and_weights(
     model: Classifier, decay: float
 ) -> list[tuple[float, list[nn.Parameter]]]:
-    """Returns trained weights in groups, each with its share of the learning rate: decay ** (L - i)
-    for layer i of L, 1 for the head. The layers are the modules in the encoder's list `layers` or
-    `blocks` (stages of the ResNet), if it has one, else its top-level modules; what is not in them
-    is layer 0."""
+    """Returns the trained weights in groups, each with its factor on the learning rate: decay ** (L
+    - i) for layer i of L, and 1 for the head. Layers are the modules in the encoder's list `layers`
+    or `blocks` (the stages of the ResNet) or, without such a list, its top-level modules. Weights
+    that are in none of them are layer 0."""
     encoder = model.encoder
     modules: Any = encoder.children()
     for name in ("blocks", "layers"):
@@ -225,8 +233,8 @@ def lr_shares_and_weights(
     layers = [layer for layer in layers if layer]
     if len(layers) < 2:
         raise ConfigError(
-            f"encoder.layer_decay={decay}: {type(encoder).__name__} has one layer: name its modules "
-            "in a list `layers` (nn.ModuleList or nn.Sequential), or leave it out"
+            f"encoder.layer_decay={decay}: {type(encoder).__name__} has fewer than two layers: put "
+            "its modules in a list `layers` (nn.ModuleList or nn.Sequential), or leave layer_decay out"
         )
     shares = dict.fromkeys(model.parameters(), 1.0)
     shares |= dict.fromkeys(encoder.parameters(), decay ** len(layers))
@@ -245,8 +253,8 @@ def arcface_logits(
     scale: float | Tensor = 192.0,
     margin: float | Tensor = 1.0,
 ) -> Tensor:
-    """Returns scaled cosines with the margin, in float32: with a scale of 192, bf16 has two digits
-    left. `margin` and `scale` may be tensors, for a margin that grows or a learned scale."""
+    """Returns the cosines with the margin, times the scale, in float32: at a scale of 192, bf16 has
+    two digits left. `margin` is a tensor while it grows, and `scale` if it is learned."""
     margin = torch.as_tensor(margin, dtype=torch.float64)
     last = (math.pi - margin).cos()
     label_R1 = label_R[:, None]

@@ -1,4 +1,4 @@
-"""Settings of fine-tuning; those of its task: labels, their kind, and how records are split.
+"""Settings of fine-tuning and of its task: the labels, their kind, and how records are split.
 
 TaskConfig("rhythm", "multiclass", labels="rhythm.csv")
 TaskConfig("age", "regression", columns=("age",), unit="years", split="8:1:1")      # the dataset's own ages
@@ -31,56 +31,65 @@ from omnilead.engine.training.config import (
 
 TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "survival", "identity"]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
-Value = Annotated[str, AsText]  # folds: {train: [1, 2]}
+Value = Annotated[str, AsText]  # numbers become text: {train: [1, 2]} names the folds "1" and "2"
 
 
 @one_line_errors
 @dataclass(frozen=True, config=STRICT)
 class TaskConfig:
     name: Name = "diagnosis"  # name in results and file names
-    kind: TaskKind = "multilabel"  # kind of the labels
-    # CSV or parquet file. "": 26 diagnoses (multilabel), patients (identity), or `columns` of the
-    # dataset
+    kind: TaskKind = "multilabel"  # kind of the labels, which decides the loss and the scores
+    # CSV or parquet file with the labels. "": the labels come from the dataset: its 26 diagnoses
+    # (multilabel), its patients (identity), or the columns that task.columns names
     labels: MayChange[str] = ""
-    # label columns; []: all but record, source, patient, fold, split. Without a table: age, sex. For
-    # survival: the time, then the event (1, or 0: censored); []: time, event
+    # label columns. []: all columns except record, source, patient, fold and split; for survival,
+    # time and event. Survival takes two columns: the time, then the event (1, or 0 if censored).
+    # Without a label table, the columns are age or sex of the dataset
     columns: tuple[Value, ...] = ()
-    classes: tuple[Value, ...] = ()  # multiclass, in order; []: the values that occur, sorted
-    positive: Value = (
-        ""  # binary: the value that counts as 1, all others as 0; "": yes, true, 1, ...
-    )
-    unit: Annotated[str, Field(max_length=32)] = ""  # of regression values or survival times
-    # column: by the table's `fold` or `split`; 8:1:1: drawn by patient; roles: the dataset's; auto:
-    # column if there is one, else 8:1:1 with a table, roles without
+    # for kind multiclass: the classes, in the order of the outputs; []: all values that occur,
+    # sorted
+    classes: tuple[Value, ...] = ()
+    # for kind binary: the value that counts as 1, while all other values count as 0; "": words such as
+    # yes, true and 1 count as 1
+    positive: Value = ""
+    unit: Annotated[str, Field(max_length=32)] = ""  # unit of regression values or survival times
+    # how records are split. column: by the column `fold` or `split` of the label table; 8:1:1: at
+    # random by patient; roles: by the roles that the dataset gives its records; auto: column if the
+    # table has such a column, else 8:1:1 with a label table, and roles without one
     split: Literal["auto", "roles", "column", "8:1:1"] = "auto"
-    # {train: [1, 2], valid: [3], test: [4]}; {}: the last fold is test, the one before it valid
+    # values of the column `fold` in each split, such as {train: [1, 2], valid: [3], test: [4]}; {}:
+    # the last fold is test, the one before it valid, and the others are train
     folds: dict[Literal["train", "valid", "test"], tuple[Value, ...]] = field(default_factory=dict)
-    # balanced: weights inverse to class frequency; for binary, multilabel, multiclass
+    # balanced: labels are weighted inversely to how frequent their class is; only for the kinds
+    # binary, multilabel and multiclass
     class_weights: Literal["none", "balanced"] = "none"
-    # scale of ArcFace, the loss of kind identity
+    # scale of the logits in ArcFace, the loss of kind identity
     scale: Annotated[float, Field(ge=1, le=1e4)] | Literal["learned"] = 192.0
-    margin: Annotated[float, Field(ge=0, le=3)] = 1.0  # margin of ArcFace, in radians
-    # share of all steps over which the margin grows from 0
+    margin: Annotated[float, Field(ge=0, le=3)] = 1.0  # angular margin of ArcFace, in radians
+    # share of all training steps over which the margin of ArcFace grows from 0
     margin_warmup: Annotated[float, Field(ge=0, le=1)] = 0.0
-    # initial class vectors of ArcFace; means: the mean embedding of each class
+    # how the class vectors of ArcFace begin. means: as the mean embedding of each class
     class_vectors: Literal["random", "means"] = "random"
-    # "": a linear layer on the mean over tokens; start: the linear layer and the read-out of
-    # `start`, a model of `omnilead fit`; attention: over all tokens, each head with a learnt query;
-    # or your own file.py:Class(width, outputs), from the mean over tokens to logits
+    # "": a linear layer on the mean over tokens; start: the linear layer and the read-out of the
+    # model `start`, which `omnilead fit` made; attention: attention over all tokens, in which each
+    # attention head has a learnt query; or file.py:Class of your own: Class(width, outputs) maps
+    # the mean over tokens to logits
     head: str = ""
-    # arguments of the head: of attention (heads: 16), or of your own
+    # arguments with which the head is built: for attention {heads: 16}, its default, or those of
+    # your own class
     head_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         known = self.head in ("", "start", "attention") or OWN_CODE.fullmatch(self.head)
         if not known or (self.head and self.kind == "identity"):
             raise ConfigError(
-                f"task.head={self.head!r}: use start or attention, or name your own as file.py:Class; kind "
-                "identity has no other head"
+                f"task.head={self.head!r}: use start or attention, or name your own as file.py:Class; with "
+                "kind identity leave it out"
             )
         if self.head_options and self.head in ("", "start"):
             raise ConfigError(
-                f"task.head_options={self.head_options}: a linear layer takes no options: set task.head"
+                f"task.head_options={self.head_options}: the linear layer takes no options: leave them "
+                "out, or set task.head"
             )
         if self.class_weights != "none" and self.kind in ("regression", "survival", "identity"):
             raise ConfigError(
@@ -93,38 +102,43 @@ class TaskConfig:
 
 
 class FinetuneData(Section):
-    """The task decides which crops are used: downstream.tasks."""
+    """Names the datasets of a fine-tuning. Which of their crops are used is decided by the task
+    (downstream.tasks)."""
 
-    datasets: MayChange[tuple[str, ...]] = ()  # folders or s3:// addresses
-    # Train and validate only on crops for which this is true, such as age >= 18 and quality != "poor";
-    # columns are those of the label table, then those of samples.parquet
+    datasets: MayChange[tuple[str, ...]] = ()  # dataset folders or s3:// addresses
+    # condition such as age >= 18 and quality != "poor": training and validation use only the crops
+    # for which it is true. Its columns are those of the label table, then those of samples.parquet
     where: str = ""
-    anonymous: MayChange[bool] = False  # s3:// without credentials
+    anonymous: MayChange[bool] = False  # read s3:// addresses without credentials
 
 
 class Tuning(Section):
-    """Encoder settings that differ from pre-training. Defaults: the authors' fine-tuning
-    configs."""
+    """Encoder settings that may differ from those of pre-training. The defaults are those of the
+    authors' fine-tuning configs."""
 
-    frozen: bool = False  # only the head is trained
-    feature_grad: Share = 0.0  # 0: convolutions frozen; 1: trained like the rest
-    # The learning rate of layer i of L is train.lr * layer_decay ** (L - i), that of the head train.lr;
-    # i = 0: convolutions and whatever else is in no layer
+    frozen: bool = False  # train only the head
+    # scales the gradient of the convolutions: 0 freezes them, 1 trains them like the rest
+    feature_grad: Share = 0.0
+    # how much slower earlier layers learn: the learning rate of layer i of L is train.lr *
+    # layer_decay ** (L - i), that of the head train.lr. Layer 0 is the convolutions and whatever
+    # else is in no layer
     layer_decay: float = Field(default=1.0, gt=0, le=1)
-    dropout: Probability = 0.0  # as model.dropout
-    attention_dropout: Probability = 0.0  # as model.attention_dropout
-    activation_dropout: Probability = 0.1  # as model.activation_dropout
-    input_dropout: Probability = 0.0  # as model.input_dropout
+    dropout: Probability = 0.0  # model.dropout during fine-tuning
+    attention_dropout: Probability = 0.0  # model.attention_dropout during fine-tuning
+    activation_dropout: Probability = 0.1  # model.activation_dropout during fine-tuning
+    input_dropout: Probability = 0.0  # model.input_dropout during fine-tuning
 
 
 class FinetuneConfig(RunConfig):
     config_folder: ClassVar[str] = "finetune"
     run: MayChange[str] = "runs/finetune"  # folder of the run; an unfinished run there is resumed
-    # pre-trained run or model folder; or a pre-training YAML: its architecture with random weights
+    # folder of a pre-trained run or model; or a pre-training YAML: its architecture, with random
+    # weights
     start: str = ""
-    code: MayChange[bool] = False  # run the code of a plugged-in encoder in the folder `start`
+    # allow running the code of a plugged-in encoder in the folder `start`
+    code: MayChange[bool] = False
     data: FinetuneData = FinetuneData()
-    # no lead masking unless asked for
+    # leads are masked only if augment.rlm is set
     defaults: ClassVar[dict[str, Any]] = {"augment": {"rlm": 0.0}}
     other_commands: ClassVar[dict[str, str]] = dict.fromkeys(
         ("model", "objective", "input"), "omnilead pretrain"
@@ -136,7 +150,7 @@ class FinetuneConfig(RunConfig):
     def tuned_architecture(self, model: ModelConfig) -> ModelConfig:
         """Returns the pre-trained architecture with the settings of this fine-tuning."""
         settings = dict(self.encoder)
-        for name in ("frozen", "layer_decay"):  # of the training, not of the architecture
+        for name in ("frozen", "layer_decay"):  # settings of the training, which ModelConfig lacks
             del settings[name]
         return replace(model, leads=len(self.augment.output_leads), **settings)
 
@@ -152,7 +166,7 @@ class FinetuneConfig(RunConfig):
             find_local_model(self.start)
         labels = self.task.labels
         if labels and "://" not in labels and not Path(labels).is_file():
-            try:  # it says what is wrong
+            try:  # the error of read_table says what is wrong
                 read_table(labels)
             except DataError as error:
                 raise ConfigError(error) from None

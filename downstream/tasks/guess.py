@@ -1,4 +1,4 @@
-"""The kind of a sheet's labels, guessed from its cells.
+"""Guesses the kind of a task from the cells of its label columns.
 
 guess_kind(TaskConfig(labels="my.csv"))     # the same with `kind` and `columns`
 
@@ -34,17 +34,18 @@ from .sheet import (
     read_sheet,
 )
 
-MOST_NUMERIC_CLASSES = 10  # a column of numbers with at most this many values holds classes
-SHOWN_LETTERS = 40  # characters of a cell that a message shows
-# What looks like a number, read or not: 63, 1,5, 1.234,5, > 89
+# a column of numbers with at most this many different values holds classes
+MAX_NUMERIC_CLASSES = 10
+MAX_SHOWN_CHARACTERS = 40  # a message shows at most this many characters of a cell
+# Matches cells that look like a number, even if float() cannot read them: 63, 1,5, 1.234,5, > 89
 LOOKS_NUMERIC = re.compile(r"[<>=~≤≥]*\s*[+-]?\d[\d.,' ]*")
 
 
 class LabelColumn(NamedTuple):
     name: str
     sheet: pa.Table
-    values: list[str]  # distinct values, without `words`
-    words: pa.ChunkedArray  # the cells that may mean that there is no value
+    values: list[str]  # distinct values of the cells, without the words in `words`
+    words: pa.ChunkedArray  # cells with a word, such as NA, that may stand for a missing value
 
     @property
     def is_yes_or_no(self) -> bool:
@@ -55,11 +56,12 @@ class LabelColumn(NamedTuple):
         return not are_numbers(self.values)
 
     def quote_value(self, value: str) -> str:
-        return repr(undo_decimal_point(self.sheet, self.name, value)[:SHOWN_LETTERS])
+        return repr(undo_decimal_point(self.sheet, self.name, value)[:MAX_SHOWN_CHARACTERS])
 
 
 def guess_kind(task: TaskConfig) -> TaskConfig:
-    """Sets the kind that the label columns suggest."""
+    """Returns the task with the kind that its label columns suggest, and with the names of these
+    columns."""
     columns = _read_columns(task)
     names = tuple(column.name for column in columns)
     if set(names) == set(SURVIVAL_COLUMNS):
@@ -93,11 +95,11 @@ def _guess_kind_of_columns(sheet: str, columns: Sequence[LabelColumn]) -> TaskKi
     if all(column.is_yes_or_no for column in filled):
         return "binary" if len(columns) == 1 else "multilabel"
     if len(columns) > 1:
-        _refuse_a_mixture(sheet, columns)
+        _refuse_mixed_columns(sheet, columns)
         _refuse_pairs_of_numbers(sheet, filled)
         return "regression"
     (column,) = columns
-    if not column.is_text and len(column.values) > MOST_NUMERIC_CLASSES:
+    if not column.is_text and len(column.values) > MAX_NUMERIC_CLASSES:
         return "regression"
     _refuse_unread_numbers(sheet, column)
     _refuse_a_third_value(sheet, column)
@@ -105,8 +107,9 @@ def _guess_kind_of_columns(sheet: str, columns: Sequence[LabelColumn]) -> TaskKi
     return "multiclass"
 
 
-def _refuse_a_mixture(sheet: str, columns: Sequence[LabelColumn]) -> None:
-    """Refuses the first column that is unlike the others: it is hardly meant as a label."""
+def _refuse_mixed_columns(sheet: str, columns: Sequence[LabelColumn]) -> None:
+    """Raises an error for the first column whose values are unlike those of the other columns: it
+    is hardly meant as a label."""
     yes_or_no = [column.name for column in columns if column.is_yes_or_no]
     texts = [column.name for column in columns if column.is_text]
     alike = yes_or_no or [column.name for column in columns if column.name not in texts]
@@ -137,7 +140,8 @@ def _refuse_a_mixture(sheet: str, columns: Sequence[LabelColumn]) -> None:
 
 
 def _refuse_pairs_of_numbers(sheet: str, columns: Sequence[LabelColumn]) -> None:
-    """Refuses columns of two numbers each, such as 1 and 2: hardly values to predict."""
+    """Raises an error if no column has more than two values, such as 1 and 2: these are hardly
+    numbers to predict."""
     if any(len(column.values) > 2 for column in columns):
         return
     pair = next(column for column in columns if not column.is_yes_or_no)
@@ -150,14 +154,15 @@ def _refuse_pairs_of_numbers(sheet: str, columns: Sequence[LabelColumn]) -> None
 
 
 def _ask_which_is_positive(sheet: str, column: LabelColumn) -> None:
-    """Asks which of two values counts as 1: only the user knows."""
+    """Raises an error if a column has two values: it asks which of them counts as 1, as only the
+    user can tell."""
     if len(column.values) != 2:
         return
     first, second = map(column.quote_value, column.values)
     if column.values[0].casefold() == column.values[1].casefold():
         raise ConfigError(
             f"{sheet}: column {column.name!r} holds {first} and {second}, which differ only in case: "
-            "write one of them"
+            "write them alike"
         )
     raise ConfigError(
         f"{sheet}: column {column.name!r} holds {first} and {second}: which of them counts as 1? ",
@@ -171,20 +176,21 @@ def _ask_which_is_positive(sheet: str, column: LabelColumn) -> None:
 
 
 def _refuse_unread_numbers(sheet: str, column: LabelColumn) -> None:
-    """Refuses to take a column of numbers for classes because some cells are not read as one."""
+    """Raises an error if some cells of a column look like numbers but cannot be read as numbers, so
+    that the column is not taken for classes by mistake."""
     numeric = [value for value in column.values if LOOKS_NUMERIC.fullmatch(value)]
     unread = [value for value in column.values if not are_numbers([value])]
     if numeric and unread:
         read = [value for value in numeric if value not in unread] or numeric
         raise ConfigError(
             f"{sheet}: column {column.name!r} is neither numbers nor classes: it holds "
-            f"{column.quote_value(read[0])} and {column.quote_value(unread[0])}: write numbers with a point and "
+            f"{column.quote_value(read[0])} and {column.quote_value(unread[0])}: write numbers with a decimal point and "
             "leave unknown cells empty, or choose the kind: ",
             Flag("--kind"),
             " multiclass",
         )
     begin_with_digits = all(value[0].isdigit() for value in column.values)
-    if unread and len(column.values) > MOST_NUMERIC_CLASSES and begin_with_digits:
+    if unread and len(column.values) > MAX_NUMERIC_CLASSES and begin_with_digits:
         raise ConfigError(
             f"{sheet}: column {column.name!r} holds numbers followed by something else, such as "
             f"{column.quote_value(column.values[0])}: leave the unit out, or choose the kind: ",
@@ -194,10 +200,11 @@ def _refuse_unread_numbers(sheet: str, column: LabelColumn) -> None:
 
 
 def _refuse_a_third_value(sheet: str, column: LabelColumn) -> None:
-    """Refuses to guess the meaning of a value beside yes and no. 0, 1, 2, ... are classes."""
+    """Raises an error if a column holds yes, no and another value, whose meaning only the user can
+    tell. Values 0, 1, 2, ... are accepted as classes."""
     rows_of = Counter(column.sheet[column.name].drop_null().to_pylist())
     sides = {BOOLEANS.get(value.lower()) for value in rows_of}
-    if len(sides) < 3:  # not all of yes, no and another value
+    if len(sides) < 3:  # the column lacks yes, no, or any other value
         return
     if are_numbers([*rows_of]) and sorted(map(float, rows_of)) == list(range(len(rows_of))):
         return
@@ -206,7 +213,7 @@ def _refuse_a_third_value(sheet: str, column: LabelColumn) -> None:
     ]
     others = [column.quote_value(value) for value in rows_of if value.lower() not in BOOLEANS]
     raise ConfigError(
-        f"{sheet}: column {column.name!r} holds {join_first_names(values, MOST_NUMERIC_CLASSES)}: does "
+        f"{sheet}: column {column.name!r} holds {join_first_names(values, MAX_NUMERIC_CLASSES)}: does "
         f"{join_first_names(others, NAMES_IN_MESSAGE)} mean unknown? Then leave these cells empty. If it is a class, "
         "choose the kind: ",
         Flag("--kind"),
@@ -221,13 +228,13 @@ def _ask_about_words(task: TaskConfig, columns: Sequence[LabelColumn], kind: Tas
         cells = f"{task.labels}: {quote_words(column.words)} in column {column.name!r} ({len(column.words):,} rows): "
         if task.positive:
             raise ConfigError(
-                f"{cells}is it unknown? Empty these cells if it is, or write 0 for not {task.positive}"
+                f"{cells}does it mean unknown? Then empty these cells. If it means not {task.positive}, write 0"
             )
         raise ConfigError(
             cells,
-            "is it unknown, or a class? Choose the kind: ",
+            "does it mean unknown, or is it a class? Choose the kind: ",
             Flag("--kind"),
-            f" {kind} if it is unknown, ",
+            f" {kind} if it means unknown, ",
             Flag("--kind"),
             " multiclass if it is a class (in a YAML task: kind)",
         )

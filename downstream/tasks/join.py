@@ -1,4 +1,4 @@
-"""Finds the row of a sheet of labels for each crop of the datasets.
+"""Joins a label sheet to datasets: finds the row of the sheet for each of their crops.
 
 sheet = join_sheet(TaskConfig(labels="my.csv"), [dataset])
 sheet.cells["af"], sheet.row_of_crop[0]     # texts by row; the row of each of the dataset's crops, or -1
@@ -27,14 +27,16 @@ from .config import TaskConfig
 from .kinds import Array
 from .sheet import FOLD_COLUMNS, has_plus, may_be_missing, quote_words, read_sheet
 
-DATASET_COLUMNS = ("age", "sex")  # a dataset's own columns
+DATASET_COLUMNS = ("age", "sex")  # columns of a dataset that can be labels without a sheet
 
 
 class JoinedSheet(NamedTuple):
-    # for messages; says so if few of its records are in the data, the likely cause of any error
+    # where the sheet is, for messages. If few of its records are in the data, the text says so,
+    # since this is the likely cause of any error
     name: str
-    cells: pa.Table  # text; null: unknown
-    row_of_crop: list[Array]  # by dataset; -1: none
+    cells: pa.Table  # as text; null where a cell is empty
+    # for each dataset, the row in `cells` of each crop; -1 for crops without a row
+    row_of_crop: list[Array]
     remarks: list[str]
 
     @property
@@ -43,13 +45,13 @@ class JoinedSheet(NamedTuple):
 
     @property
     def used_rows(self) -> Array:
-        """The rows of records that are in the data."""
+        """The rows whose record is in the data."""
         rows = np.unique(np.concatenate(self.row_of_crop))
         return np.asarray(rows[rows >= 0])
 
-    def without_words(self, columns: Sequence[str], classes: Sequence[str] = ()) -> Self:
-        """Empties cells with words such as NA in these columns, unless they are among the classes,
-        and says so in remarks."""
+    def without_missing_words(self, columns: Sequence[str], classes: Sequence[str] = ()) -> Self:
+        """Returns the sheet with empty cells in place of words such as NA in these columns, unless
+        the word is one of the classes. A remark says which words were emptied."""
         cells, remarks = self.cells, list(self.remarks)
         columns = [name for name in cells.column_names if name in columns]
         minus_is_no = has_plus(cells, columns)
@@ -69,7 +71,7 @@ class JoinedSheet(NamedTuple):
 
 
 def join_sheet(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> JoinedSheet:
-    """Finds the sheet's row for each crop by the name of its record."""
+    """Returns the sheet with its row for each crop, found by the name of the crop's record."""
     url, cells = task.labels, read_sheet(task, where)
     data = data_records(datasets)
     try:
@@ -102,7 +104,8 @@ def join_sheet(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Joi
 
 
 def _pseudonym_hint(url: str, datasets: Sequence[Dataset]) -> str:
-    """Says what to do if the data have pseudonyms instead of a sheet's names."""
+    """Returns what to do with a sheet of original names if the data have pseudonyms; "" if they
+    have none."""
     if not any(dataset.facts.pseudonyms for dataset in datasets):
         return ""
     return (
@@ -112,11 +115,11 @@ def _pseudonym_hint(url: str, datasets: Sequence[Dataset]) -> str:
 
 
 def join_own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> JoinedSheet:
-    """Returns the datasets' own columns, a row for each crop."""
+    """Returns the datasets' own label columns, age and sex, as a sheet with a row for each crop."""
     if unknown := [name for name in task.columns if name not in DATASET_COLUMNS]:
         raise ConfigError(
-            f"task.columns: {unknown[0]!r} is not in the dataset, which has age and sex: name a "
-            "table: ",
+            f"task.columns: {unknown[0]!r} is not in the dataset, which has only age and sex: "
+            "name a label table: ",
             Flag("--labels"),
         )
     cells = pa.concat_tables([dataset.table(["record", *task.columns]) for dataset in datasets])
@@ -125,11 +128,11 @@ def join_own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> JoinedShe
 
 
 class DataRecords(NamedTuple):
-    """The records of some datasets, each once."""
+    """The distinct records of some datasets."""
 
-    keys: pa.Array  # source/record
-    names: pa.Array  # record
-    key_of_crop: Array  # indices into both
+    keys: pa.Array  # source/record of each record
+    names: pa.Array  # name of each record
+    key_of_crop: Array  # for each crop, the index of its record in `keys` and `names`
 
 
 def data_records(datasets: Sequence[Dataset]) -> DataRecords:
@@ -143,8 +146,8 @@ def data_records(datasets: Sequence[Dataset]) -> DataRecords:
 
 
 def record_of_crop(datasets: Sequence[Dataset]) -> Array:
-    """Numbers the record of each crop; records of two datasets are two, whatever they are
-    called."""
+    """Returns a number for each crop's record. Records of different datasets have different
+    numbers, even if their names are equal."""
     numbers_of_datasets, count = [], 0
     for dataset in datasets:
         records = data_records([dataset])
@@ -154,7 +157,7 @@ def record_of_crop(datasets: Sequence[Dataset]) -> Array:
 
 
 def records_in_several_datasets(datasets: Sequence[Dataset]) -> list[str]:
-    """Returns the records, as source/record, that more than one of the datasets has."""
+    """Returns the records, as source/record, that are in more than one of the datasets."""
     if len(datasets) < 2:
         return []
     keys = pa.chunked_array([data_records([dataset]).keys for dataset in datasets])
@@ -166,6 +169,6 @@ def records_in_several_datasets(datasets: Sequence[Dataset]) -> list[str]:
 
 
 def split_by_dataset(values_N: Array, datasets: Sequence[Dataset]) -> list[Array]:
-    """Splits values of all crops into those of each dataset."""
+    """Splits an array over the crops of all datasets into one array for each dataset."""
     ends = np.cumsum([len(dataset) for dataset in datasets])[:-1]
     return np.split(values_N, ends)

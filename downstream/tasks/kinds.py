@@ -1,10 +1,10 @@
-"""The kinds of tasks: for each a class with its loss, scores, targets and chance levels, from the
-logits of R samples for K outputs.
+"""The kinds of tasks. Each is a class with the loss, scores, targets and chance levels of its tasks;
+logits are [R, K], of R samples for K outputs.
 
 kind = KINDS["multilabel"]
 loss_R, share_R = kind.loss_and_known_share(logits_RK, y_RK)      # unknown labels (NaN) are ignored
 kind.scores(logits_RK)                            # probabilities; for regression and survival, the logits
-kind.targets(y, train_NK, classes, "my.csv", False)       # ConfigError if the labels cannot be learnt
+kind.make_targets(y, train_NK, classes, "my.csv", False)       # ConfigError if the labels cannot be learnt
 
 The labels of survival are times [R, 1], negative if censored then; its logits are risks: logarithms
 of hazard ratios. Identity has patients as its labels: ArcFace learns it (downstream.tasks.classifier).
@@ -28,40 +28,45 @@ from .config import TaskKind
 
 Array = np.ndarray
 Names = Sequence[str]
-LEAST_POSITIVES = 20  # with fewer positives, a single one is more than 5 %
+MIN_POSITIVES = 20  # with fewer positives than this, one of them is more than 5 %
 EMPTY_CELL_NOTE = "an empty cell is unknown: write 0 where a label is absent"
 
 
 @dataclass
 class Targets:
-    """The outputs that a model learns."""
+    """What a model learns: the value of each output, for the crops of each dataset."""
 
-    y: list[Array]  # by dataset; of regression standardised; of identity: classes
+    # for each dataset: its labels, standardised for regression; for identity, class numbers
+    y: list[Array]
     outputs: int
-    center_K: Array = field(default_factory=lambda: np.zeros(1))  # mean label, for regression
+    # for regression: the mean label of each output
+    center_K: Array = field(default_factory=lambda: np.zeros(1))
+    # for regression: the standard deviation of its labels
     scale_K: Array = field(default_factory=lambda: np.ones(1))
-    balanced_2K: Array | None = None  # weights of negative and positive labels
+    # class weights of negative and of positive labels; None: all labels weigh the same
+    balanced_2K: Array | None = None
     remarks: list[str] = field(default_factory=list)
 
     def standardise(self, y_NK: Array) -> Array:
         return np.asarray((y_NK - self.center_K) / self.scale_K, np.float32)
 
     def to_label_scale(self, scores_RK: Array) -> Array:
-        """Converts scores from the model's scale to that of the labels."""
+        """Converts scores from the scale of the model to the scale of the labels."""
         return np.asarray(scores_RK * self.scale_K + self.center_K)
 
 
 class Kind(ABC):
     name: ClassVar[TaskKind]
     meaning: ClassVar[str]
-    has_classes: ClassVar[bool] = True  # outputs are classes, not values
-    one_column: ClassVar[bool] = False  # the label table has one label column
-    exclusive: ClassVar[bool] = False  # an ECG has one of the classes
-    has_positives: ClassVar[bool] = True  # labels above 0 are examples of a class, or events
-    why_share_is_too_small = (
-        "no class has positives and negatives in both"  # the reason why a probe learns nothing
-    )
-    # Numbers of a model's head that have one entry for each output
+    has_classes: ClassVar[bool] = True  # True if outputs are classes, False if they are values
+    one_column: ClassVar[bool] = False  # True if the label table must have exactly one label column
+    exclusive: ClassVar[bool] = False  # True if each ECG has exactly one of the classes
+    # True if a label above 0 is an example of a class, or an event
+    has_positives: ClassVar[bool] = True
+    # Why a probe cannot be scored at a small share of the labels, as the end of an error on a share of
+    # train and on test
+    why_share_is_too_small = "no class has positives and negatives in both"
+    # The fields of a model's HeadInfo that hold one number for each output
     head_numbers: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -74,8 +79,8 @@ class Kind(ABC):
 
     @abstractmethod
     def cell_losses_and_known(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the loss of each label, and which labels are known: [R, K], for multiclass [R,
-        1]."""
+        """Returns the loss of each label, and which labels are known. Both are [R, K], for
+        multiclass [R, 1]."""
 
     def loss_and_known_share(
         self, logits_RK: Tensor, y_RK: Tensor, weights_RK: Tensor | None = None
@@ -90,7 +95,7 @@ class Kind(ABC):
         return loss_R, known_RK.float().mean(1)
 
     def are_right(self, logits_RK: Tensor, y_RK: Tensor) -> Tensor:
-        """bool [R]: True if all known labels of a sample are predicted."""
+        """Returns bool [R]: True for samples whose known labels are all predicted correctly."""
         predicted_RK = logits_RK > 0
         positive_RK = y_RK > 0
         right_RK = (predicted_RK == positive_RK) | y_RK.isnan()
@@ -100,19 +105,20 @@ class Kind(ABC):
         return logits_RK
 
     def varying_outputs(self, y_NK: Array) -> Array:
-        """bool [K]: outputs whose known labels differ, so that a probe can learn something."""
+        """Returns bool [K]: True for outputs whose known labels are not all equal, so that a probe
+        can learn something."""
         unknown_NK = np.isnan(y_NK)
         least_K = np.where(unknown_NK, np.inf, y_NK).min(0, initial=np.inf)
         most_K = np.where(unknown_NK, -np.inf, y_NK).max(0, initial=-np.inf)
         return np.asarray(least_K < most_K)
 
     def why_nothing_varies(self, split: str) -> str:
-        """Says why there are no varying outputs."""
+        """Returns the reason why no output varies, for a message."""
         return f"all labels of the split {split} are the same"
 
     def held_out_error(self, scores_NK: Array, y_NK: Array) -> float:
-        """Returns what a probe's penalty minimises: the mean squared error of known labels, which
-        is defined even for a class without positives."""
+        """Returns the error by which the penalty of a probe is chosen: the mean squared error of
+        known labels, which is defined even for a class without positives."""
         known_NK = ~np.isnan(y_NK)
         return float(np.square(scores_NK - y_NK)[known_NK].sum() / max(known_NK.sum(), 1))
 
@@ -121,12 +127,13 @@ class Kind(ABC):
         negative_K, positive_K = balanced_2K
         return np.asarray(np.where(y_NK > 0, positive_K, negative_K))
 
-    def targets(
+    def make_targets(
         self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
     ) -> Targets:
-        """Returns what is learnt from labels `y` (by dataset), of which those of the training split
-        are `train_NK`. `labels`: the table's name, for messages. `balanced`: with class weights."""
-        if unknown := listed_classes(classes, np.isnan(train_NK).all(0)):
+        """Returns the targets of labels `y`, which is a list by dataset. `train_NK`: the labels of
+        the training split. `labels`: the name of the label table, for messages. `balanced`: with
+        class weights. Raises ConfigError if the labels cannot be learnt."""
+        if unknown := join_selected(classes, np.isnan(train_NK).all(0)):
             raise ConfigError(
                 f"{labels}: no crop of the training split has a known label in {unknown}: leave the "
                 "column out"
@@ -137,23 +144,24 @@ class Kind(ABC):
     def targets_of_known(
         self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
     ) -> Targets:
-        """Returns `targets`; some label is known in each column."""
+        """Returns the targets as `make_targets` does, if each column has a known label."""
 
     def chance_metrics_in_training(self, targets: Targets) -> dict[str, float]:
-        """Returns training metrics of a model that guesses."""
+        """Returns the training metrics that a model reaches by guessing; {} if none are known."""
         return {}
 
     @abstractmethod
     def chance_metrics(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
-        """Returns validation metrics of a model that knows only how frequent labels are. `y`:
-        held-out labels; `windows_N`: how many windows each crop has."""
+        """Returns the validation metrics of a model that knows only how frequent each label is.
+        `y`: the held-out labels. `windows_N`: the number of windows of each crop."""
 
     def why_no_best_step(self, y: Array) -> str:
-        """Says why held-out labels tell no step from another; "" if they do."""
+        """Returns the reason why the held-out labels cannot tell which step is best; "" if they
+        can."""
         return ""
 
     def output_fields(self, classes: Names, unit: str) -> list[tuple[str, pa.DataType]]:
-        """Returns the names and types of the columns of predictions."""
+        """Returns the names and types of the columns in a table of predictions."""
         return [(name, pa.float32()) for name in classes]
 
     def output_columns(self, y_NK: Array, classes: Names, thresholds: Any) -> list[pa.Array]:
@@ -161,7 +169,7 @@ class Kind(ABC):
 
 
 class _ClassKind(Kind):
-    """Labels are 0, 1 or NaN (unknown)."""
+    """A kind whose labels are 0, 1 or NaN (unknown)."""
 
     def targets_of_known(
         self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
@@ -171,7 +179,7 @@ class _ClassKind(Kind):
             raise ConfigError(f"{labels}: the training split has {has}")
         targets = Targets(y, len(classes))
         if not there_K.all():
-            absent = listed_classes(classes, ~there_K)
+            absent = join_selected(classes, ~there_K)
             targets.remarks = [f"no positive examples in training: {absent}"]
         if balanced:
             targets.balanced_2K = self.balanced_weights(train_NK)
@@ -179,15 +187,15 @@ class _ClassKind(Kind):
 
     def why_not_learnable(self, train_NK: Array, there_K: Array, classes: Names) -> str:
         if not there_K.any():
-            return f"no positive of {listed_classes(classes, ~there_K)}: nothing to tell apart"
+            return f"no positive of {join_selected(classes, ~there_K)}: nothing to tell apart"
         if not (train_NK == 0).any():
-            only = listed_classes(classes, there_K)
+            only = join_selected(classes, there_K)
             return f"only positives of {only}: nothing to tell apart; {EMPTY_CELL_NOTE}"
         return ""
 
     def balanced_weights(self, y_NK: Array) -> Array:
-        """[2, K]: weights of negative and positive labels, inverse to their frequency, 1 on
-        average."""
+        """Returns [2, K]: the weights of negative and of positive labels, inverse to their
+        frequency and 1 on average."""
         known_K = np.maximum((~np.isnan(y_NK)).sum(0), 1)
         negative_K = (y_NK == 0).sum(0)
         positive_K = (y_NK > 0).sum(0)
@@ -195,7 +203,8 @@ class _ClassKind(Kind):
         return np.asarray(known_K / self.group_count(y_NK) / counts_2K, np.float32)
 
     def group_count(self, y_NK: Array) -> int:
-        """Counts the groups into which each label divides the samples."""
+        """Returns how many groups the samples form by their labels of a class: with it and without
+        it."""
         return 2
 
     def chance_metrics(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
@@ -268,10 +277,11 @@ class MulticlassKind(_ClassKind):
         if why := super().why_not_learnable(train_NK, there_K, classes):
             return why
         if there_K.sum() == 1:
-            return f"only {listed_classes(classes, there_K)}: nothing to tell apart"
+            return f"only {join_selected(classes, there_K)}: nothing to tell apart"
         return ""
 
     def group_count(self, y_NK: Array) -> int:
+        """Returns how many groups the samples form by their labels: one for each class."""
         return int(y_NK.shape[1])
 
     def label_weights(self, y_NK: Array, balanced_2K: Array) -> Array:
@@ -291,8 +301,9 @@ class MulticlassKind(_ClassKind):
 
 
 class RegressionKind(Kind):
-    """Labels are standardised: beyond one deviation the loss grows linearly (smooth L1), so that a
-    few wrong labels do not dominate."""
+    """A kind whose labels are numbers, which are standardised. Where the error is above one
+    standard deviation, the loss grows linearly (smooth L1), so that a few wrong labels do not
+    dominate."""
 
     name: ClassVar[TaskKind] = "regression"
     meaning = "numbers"
@@ -310,10 +321,10 @@ class RegressionKind(Kind):
     ) -> Targets:
         center_K = np.asarray(np.nanmean(train_NK, 0, np.float64))
         scale_K = np.asarray(np.nanstd(train_NK, 0, np.float64))
-        if equal := listed_classes(classes, scale_K == 0):
+        if equal := join_selected(classes, scale_K == 0):
             raise ConfigError(
-                f"{labels}: all known values of {equal} in the training split are equal: nothing to "
-                "learn"
+                f"{labels}: all known values of {equal} in the training split are equal, so there is "
+                "nothing to learn: leave the column out"
             )
         targets = Targets([], len(classes), center_K, scale_K)
         targets.y = [targets.standardise(y_NK) for y_NK in y]
@@ -342,7 +353,9 @@ class SurvivalKind(Kind):
     ) -> Targets:
         events = int((train_NK > 0).sum())
         if not events:
-            raise ConfigError(f"{labels}: the training split has no event: nothing to learn")
+            raise ConfigError(
+                f"{labels}: the training split has no event, so there is nothing to learn"
+            )
         return Targets(y, 1, remarks=[f"{events:,} training crops with the event"])
 
     def chance_metrics(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
@@ -362,24 +375,25 @@ class SurvivalKind(Kind):
 
 
 class IdentityKind(Kind):
-    """Labels are patients; those of the training split are the classes."""
+    """A kind whose labels are patients. The patients of the training split are its classes."""
 
     name: ClassVar[TaskKind] = "identity"
     meaning = "which ECGs are of the same patient"
 
     def cell_losses_and_known(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
-        raise TypeError("patients are learnt by ArcFace, not from labels")
+        raise TypeError("kind identity has no loss of labels: ArcFace learns the patients")
 
-    def targets(
+    def make_targets(
         self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
     ) -> Targets:
-        # every patient is known
+        # No check for columns without a known label, as no patient is unknown
         return self.targets_of_known(y, train_NK, classes, labels, balanced)
 
     def targets_of_known(
         self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
     ) -> Targets:
-        """Numbers the patients of the training split; those of other crops are arbitrary."""
+        """Returns, as targets, the numbers of the patients of the training split. Crops of other
+        patients have arbitrary numbers."""
         trained = np.unique(train_NK)
         numbers = [np.clip(np.searchsorted(trained, ids), 0, len(trained) - 1) for ids in y]
         remark = f"{len(trained):,} patients to tell apart"
@@ -407,19 +421,21 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def listed_classes(classes: Names, these_K: Any) -> str:
-    return ", ".join(compress(classes, these_K))
+def join_selected(classes: Names, selected_K: Any) -> str:
+    return ", ".join(compress(classes, selected_K))
 
 
 def cox_loss(risk_R1: Tensor, y_R1: Tensor) -> Tensor:
-    """Returns each row's loss as if it had the event: minus the logarithm of the partial likelihood
-    (Cox 1972), which is the row's share of the hazard of all rows still at risk. It is scaled by
-    their number, so equal risks cost 0 in a batch of any size.
+    """Returns the loss that each row would have with an event: minus the logarithm of the partial
+    likelihood (Cox 1972), which is the row's share of the hazard of all rows still at risk. The
+    share is multiplied by the number of these rows, so that equal risks cost 0 in a batch of any
+    size.
 
     Ties are handled as by Breslow: the halves of a crop always tie, and Efron's correction would
     count them as two patients."""
     risk_R = risk_R1[:, 0]
-    time_R = y_R1[:, 0].abs().nan_to_num()  # unknown: 0, so never at risk
+    # rows without a label have time 0, so that they are never at risk
+    time_R = y_R1[:, 0].abs().nan_to_num()
     order = time_R.argsort(descending=True)
     at_risk_R = torch.searchsorted(-time_R[order], -time_R, right=True)
     total_R = risk_R[order].logcumsumexp(0)[at_risk_R - 1]
@@ -427,13 +443,14 @@ def cox_loss(risk_R1: Tensor, y_R1: Tensor) -> Tensor:
 
 
 def event_loss(risk_N1: Tensor, y_N1: Tensor) -> Tensor:
-    """Returns the mean loss of the events; 0 if there is none."""
+    """Returns the mean loss of the rows with an event; 0 if there are none."""
     event_N1 = y_N1 > 0
     return (cox_loss(risk_N1, y_N1) * event_N1).sum() / event_N1.sum().clamp_min(1)
 
 
 def best_thresholds(y_NK: Array, scores_NK: Array) -> list[float]:
-    """Returns the threshold with the highest F1 of each class; 0.5 if it has no positives."""
+    """Returns for each class the threshold with the highest F1; 0.5 for a class without
+    positives."""
     return list(map(_best_threshold, y_NK.T, scores_NK.T))
 
 
@@ -445,8 +462,8 @@ def _best_threshold(y_N: Array, score_N: Array) -> float:
     if not positive.any():
         return 0.5
     score = np.append(score[order], 0.0)
-    above, below = score[:-1], score[1:]  # a threshold lies between them
-    true = np.cumsum(positive)  # positives among the 1, 2, ... highest scores
+    above, below = score[:-1], score[1:]  # the scores above and below each possible threshold
+    true = np.cumsum(positive)  # number of positives among the 1, 2, ... highest scores
     predicted = np.arange(1, len(true) + 1)
     f1 = 2 * true / (predicted + true[-1])
     f1[above == below] = -1
@@ -454,20 +471,21 @@ def _best_threshold(y_N: Array, score_N: Array) -> float:
     return float((above[best] + below[best]) / 2)
 
 
-def sensitive_points(y_NK: Array, scores_NK: Array, classes: Names) -> dict[str, list[float]]:
-    """Returns for each class the score that 95 % of its positives reach, and the specificity there.
-    Leaves out classes with too few positives."""
+def sensitivity_points(y_NK: Array, scores_NK: Array, classes: Names) -> dict[str, list[float]]:
+    """Returns for each class the score that 95 % of its positives reach, and the specificity at
+    this score. Leaves out classes with fewer than MIN_POSITIVES positives or without negatives."""
     points = {}
     for name, y_N, score_N in zip(classes, y_NK.T, scores_NK.T, strict=True):
         positive, negative = np.sort(score_N[y_N > 0]), score_N[y_N == 0]
-        if len(positive) >= LEAST_POSITIVES and len(negative):
-            lowest = positive[len(positive) // LEAST_POSITIVES]
+        if len(positive) >= MIN_POSITIVES and len(negative):
+            lowest = positive[len(positive) // MIN_POSITIVES]
             points[name] = [float(lowest), float((negative < lowest).mean())]
     return points
 
 
 def sensitivity_sentences(points: Mapping[str, Sequence[float]], classes: Names) -> list[str]:
-    """Returns sentences on these points, and on the classes that have none."""
+    """Returns a sentence on each of the points of sensitivity_points, and one on the classes
+    without a point."""
     sentences = []
     for name, (lowest, specificity) in points.items():
         sentences.append(
@@ -475,7 +493,7 @@ def sensitivity_sentences(points: Mapping[str, Sequence[float]], classes: Names)
         )
     if without := [name for name in classes if name not in points]:
         sentences.append(
-            f"no score with 95 % sensitivity for {join_first_names(without, 5)}: that takes {LEAST_POSITIVES} "
+            f"no score with 95 % sensitivity for {join_first_names(without, 5)}: that takes {MIN_POSITIVES} "
             "positives and a negative"
         )
     return sentences

@@ -1,4 +1,4 @@
-"""Labels and splits of a task, for every crop of its datasets.
+"""Reads the labels and splits of a task, for every crop of its datasets.
 
     labels = read_task(TaskConfig("rhythm", "multiclass", labels="rhythm.csv"), [Dataset.open("DATASET")])
     labels.y[0], labels.classes         # float32 [crops, K], NaN where unknown; names of the K columns
@@ -38,31 +38,38 @@ DX_ROLES_HINT = "shard --dx-sources names the sources whose records have diagnos
 
 @dataclass(frozen=True, eq=False)
 class TaskLabels:
-    task: TaskConfig  # with columns, classes and folds filled in
+    task: TaskConfig  # the settings of the task, with columns, classes and folds filled in
     classes: tuple[str, ...]  # names of the K outputs; empty for identity
-    # by dataset [crops, K] float32; multiclass: one-hot; survival: times, negative if censored;
-    # identity: patients, int64 [crops]
+    # for each dataset, the labels of its crops: float32 [crops, K]. Multiclass is one-hot; survival
+    # has times, negative if censored. For identity: the patients, int64 [crops]
     y: list[Array]
-    split: list[Array]  # by dataset [crops] int8, as in SPLITS; 0 where no label is known
+    # for each dataset, int8 [crops]: an index into SPLITS; 0 for crops without a known label
+    split: list[Array]
     remarks: list[str] = field(default_factory=list)
-    name: str = ""  # names the table in messages; "": the labels are roles of the datasets
-    table: pa.Table | None = None  # the columns of the label table that are used, as text
-    # By dataset [crops] int64: ids of those who must be in one split, patients (odd) or else records
+    # the label table as messages name it; "" if the labels and splits are roles of the datasets
+    name: str = ""
+    # the columns of the label table that are used, as text; None without a table
+    table: pa.Table | None = None
+    # for each dataset, int64 [crops]: whose crops must be in one split, by an odd id for a patient
+    # or, if the patient is unknown, an even one for the record
     patients: list[Array] = field(default_factory=list)
-    unknown: tuple[int, int] = (0, 0)  # labelled records without a patient, all labelled records
-    row_of_crop: list[Array] = field(default_factory=list)  # by dataset, in `table`; -1: none
-    left_out: str = ""  # how many crops of train and valid data.where leaves out
+    # number of labelled records without a known patient, and of all labelled records
+    unknown: tuple[int, int] = (0, 0)
+    # for each dataset, the row in `table` of each crop; -1 for crops without a row
+    row_of_crop: list[Array] = field(default_factory=list)
+    left_out: str = ""  # text for messages: how many crops of train and valid data.where leaves out
 
     def rows_of_dataset(self, dataset: int, split: str) -> Array:
         return np.flatnonzero(self.split[dataset] == SPLITS.index(split))
 
     def all_rows(self, split: str) -> Array:
-        """Returns the crops of a split in all datasets, whose crops are numbered consecutively."""
+        """Returns the crops of a split as indices into the crops of all datasets, one dataset after
+        the other."""
         return np.flatnonzero(np.concatenate(self.split) == SPLITS.index(split))
 
     @cached_property
     def all_y(self) -> Array:
-        """The labels of all crops of all datasets."""
+        """The labels of the crops of all datasets, one dataset after the other."""
         return np.concatenate(self.y)
 
     @cached_property
@@ -75,20 +82,21 @@ class TaskLabels:
 
     @property
     def role(self) -> str:
-        """The role, as an argument of Dataset.select, if it alone decides the split; "" if labels
-        or folds do."""
+        """The argument of Dataset.select for the role that alone decides the split: "dx" or
+        "identity". It is "" if labels or folds have a say."""
         if self.task.labels or self.task.columns or self.task.split not in ("auto", "roles"):
             return ""
         return "identity" if self.task.kind == "identity" else "dx"
 
     @property
     def is_split_by_role(self) -> bool:
-        """True if the datasets' roles decide the split among the labelled crops."""
+        """True if labelled crops are split by the datasets' roles."""
         return self.task.split == "roles" or (self.task.split == "auto" and not self.task.labels)
 
     @property
     def resampling_unit(self) -> str:
-        """The unit that intervals resample: patients, or else records."""
+        """What bootstrap intervals resample: patients, or records where the patients are
+        unknown."""
         without, records = self.unknown
         if not without:
             return "patients"
@@ -96,7 +104,7 @@ class TaskLabels:
 
     @property
     def resume_facts(self) -> Facts:
-        """Facts that must not change when a training is resumed, as JSON."""
+        """The facts, as JSON types, that must be the same when a training is resumed."""
         task = replace(self.task, labels=self.task.labels.rpartition("/")[2])
         digest = ""
         if not self.role:
@@ -114,35 +122,36 @@ class TaskLabels:
 
 
 def read_task(task: TaskConfig, datasets: Sequence[Dataset], where: str = "") -> TaskLabels:
-    """Reads labels and splits; ConfigError if the sheet does not fit the task or the datasets.
-    `where`: data.where, of what is in train and valid."""
+    """Returns the labels and splits of a task; raises ConfigError if the sheet does not fit the
+    task or the datasets. `where` is data.where, the condition on crops of train and valid."""
     if task.kind == "identity" or not (task.labels or task.columns):
         labels = _labels_of_roles(task, datasets)
     else:
         labels = _labels_of_columns(task, datasets, where)
-    return _leave_out(labels, datasets, where) if where else labels
+    return _apply_where(labels, datasets, where) if where else labels
 
 
 def _labels_of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
-    """Reads the labels and splits of the paper's tasks from the dataset."""
+    """Returns the labels of the paper's tasks, which are in the datasets, and splits by the
+    datasets' roles."""
     is_identity = task.kind == "identity"
     if is_identity and (task.labels or task.columns):
         raise ConfigError(
             f"task.kind=identity: its labels are the dataset's patients, not "
-            f"{task.labels or task.columns}"
+            f"{task.labels or task.columns}: leave them out"
         )
     if task.kind not in ("identity", "multilabel"):
         raise ConfigError(
-            f"task.kind={task.kind}: name a label table: ",
+            f"task.kind={task.kind} needs labels: name a label table: ",
             Flag("--labels"),
-            " my.csv, or ",
+            " my.csv, or a column of the dataset: ",
             Flag("--set task.columns=[age]"),
         )
     if task.split not in ("auto", "roles"):
         raise ConfigError(
-            f"task.split={task.split}: the split of a label table: name one with ",
+            f"task.split={task.split} needs a label table: name one with ",
             Flag("--labels"),
-            ", or use roles",
+            ", or use task.split=roles",
         )
     split = split_by_role(datasets, "id_role" if is_identity else "dx_role")
     labelled_N = np.concatenate(split) > 0
@@ -163,8 +172,8 @@ def _labels_of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str
     sheet = join_sheet(task, datasets, where) if task.labels else join_own_columns(task, datasets)
     task = replace(task, columns=label_columns(task, sheet.name, sheet.cells))
     if task.kind != "multiclass" or task.classes:
-        sheet = sheet.without_words(task.columns, task.classes)
-    sheet = sheet.without_words(sheet.fold_columns)
+        sheet = sheet.without_missing_words(task.columns, task.classes)
+    sheet = sheet.without_missing_words(sheet.fold_columns)
     task, classes, y_RK = task_outputs_and_values(task, sheet)
     y = _y_of_crops(y_RK, sheet)
     labelled_N = _labelled_crops(task, sheet, y)
@@ -194,13 +203,14 @@ def _labels_of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str
 
 def _y_of_crops(y_RK: Array, sheet: JoinedSheet) -> list[Array]:
     unknown_1K = np.full((1, y_RK.shape[1]), np.nan, np.float32)
-    # row -1 is all NaN: looked up by crops without a row
+    # Crops without a row have row -1, which is all NaN here
     with_unknown = np.append(y_RK, unknown_1K, axis=0)
     return [with_unknown[row] for row in sheet.row_of_crop]
 
 
 def _labelled_crops(task: TaskConfig, sheet: JoinedSheet, y: list[Array]) -> Array:
-    """bool [crops of all datasets]: crops with a known label; ConfigError if there are none."""
+    """Returns bool [crops of all datasets]: True for crops with a known label. Raises ConfigError
+    if there are none."""
     labelled_N = np.concatenate([~np.isnan(y_NK).all(1) for y_NK in y])
     if not labelled_N.any():
         raise ConfigError(
@@ -216,8 +226,8 @@ def _used_columns(task: TaskConfig, sheet: JoinedSheet, where: str) -> pa.Table:
     return sheet.cells.select(names).replace_schema_metadata()
 
 
-def _leave_out(labels: TaskLabels, datasets: Sequence[Dataset], where: str) -> TaskLabels:
-    """Drops the crops of train and valid for which `where` is not true."""
+def _apply_where(labels: TaskLabels, datasets: Sequence[Dataset], where: str) -> TaskLabels:
+    """Returns the labels without those crops of train and valid for which `where` is not true."""
     split, crops = [], 0
     for n, dataset in enumerate(datasets):
         cells = None

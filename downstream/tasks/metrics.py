@@ -1,4 +1,4 @@
-"""Metrics of every kind of task, by their usual definitions: numpy in, plain numbers out.
+"""Metrics of every kind of task, by their usual definitions: from numpy arrays to plain numbers.
 
     measure("multiclass", y_NK, scores_NK)["auroc"]   MEASURES of binary, multilabel, multiclass, regression and survival
     challenge_score(labels, outputs)                  the PhysioNet/CinC Challenge 2021's score, of [n, 26] zeros and ones
@@ -36,44 +36,48 @@ from omnilead.engine.settings.metrics import COSINE_TIE, METRIC_OF
 Array = np.ndarray
 Names = Sequence[str]
 Floats = Sequence[float] | None
-# By kind of task; the first is its score; the Challenge's 26 classes have `challenge` before it
+# The names of the metrics of each kind of task; the first is its score. For the Challenge's 26
+# classes, `challenge` comes before them
 MEASURES: dict[str, list[str]] = {}
 for _metric in METRIC_OF.values():
     for _kind in _metric.kinds:
         MEASURES.setdefault(_kind, []).append(_metric.name)
 NORMAL_CLASS = CLASSES.index("NSR")
 CHALLENGE_WEIGHTS_FILE = "challenge_weights.csv"
-WEIGHT_UNIT = 80  # weights are multiples of 1/80
+WEIGHT_UNIT = 80  # the weights of the Challenge are multiples of 1/80
 THRESHOLD = 0.5
-CALIBRATION_BINS = 10  # bins of probabilities, equally wide
-FEW_PATIENTS = 10  # a class needs as many with it, and without it
+CALIBRATION_BINS = 10  # number of equally wide bins of probabilities
+# a class needs this many patients with it, and as many without it, for a bootstrap
+FEW_PATIENTS = 10
 TOO_FEW_NOTE = (
     f"No class has {FEW_PATIENTS} patients with it and {FEW_PATIENTS} without it, or fewer than {FEW_PATIENTS} had the event: "
     "AUROC and other metrics of classes and events"
 )
 NORMAL_CURVE = NormalDist()
-# Limits for the share of resamples below the value, and for the acceleration: beyond them few resamples
-# are left, and an interval would shrink to their lowest or highest
+# Limits of two corrections by bca_interval: of the share of resamples below the value, and of the
+# acceleration. Beyond them few resamples are left, and an interval would shrink to the lowest or
+# highest of them
 BIAS_LIMITS = (0.1, 0.9)
-MOST_ACCELERATION = 0.25
-SIMILARITY_BLOCK = 2**23  # similarities at a time, 64 MB
+MAX_ACCELERATION = 0.25
+SIMILARITY_BLOCK = 2**23  # number of similarities computed at a time: 64 MB
 
 
 class MetricError(OutputError):
-    """Numbers that cannot be scored. The message is one line."""
+    """Raised for numbers that cannot be scored. Its message is one line."""
 
 
 @cache
 def challenge_weights() -> Array:
-    """int64 [26, 26], in eightieths: the credit for predicting one class when another is true."""
+    """Returns int64 [26, 26]: the credit, in eightieths, for predicting one class when another is
+    true."""
     lines = (files("omnilead.downstream.tasks") / CHALLENGE_WEIGHTS_FILE).read_text().splitlines()
     table = np.genfromtxt(lines, delimiter=",", skip_header=1)
     return np.asarray(np.rint(table[:, 1:] * WEIGHT_UNIT), np.int64)
 
 
 def predict_classes(kind: str, scores: Array, thresholds: Floats = None) -> Array:
-    """bool [N, K]: classes strictly above their threshold (fairseq-signals
-    binary_cross_entropy.py:28); for multiclass the most probable one."""
+    """Returns bool [N, K]: True for classes whose score is strictly above their threshold
+    (fairseq-signals binary_cross_entropy.py:28) or, for multiclass, for the most probable class."""
     if kind == "multiclass":
         best_N1 = scores.argmax(1)[:, None]
         return np.asarray(best_N1 == np.arange(scores.shape[1]))
@@ -83,8 +87,8 @@ def predict_classes(kind: str, scores: Array, thresholds: Floats = None) -> Arra
 def measure(
     kind: str, y_NK: Array, scores_NK: Array, thresholds: Floats = None, classes: Names = ()
 ) -> dict[str, float]:
-    """Returns the MEASURES of `kind`. Scores are probabilities or, for regression, values; y is 0,
-    1 or NaN (unknown), or a value."""
+    """Returns the MEASURES of `kind`. Labels `y_NK` are 0, 1 or NaN (unknown), and scores are
+    probabilities; for regression both are values."""
     return statistic_of(kind, y_NK, scores_NK, thresholds, classes).measures()
 
 
@@ -102,13 +106,14 @@ def statistic_of(
 
 
 def challenge_score(labels: Array, outputs: Array) -> float:
-    """Returns the Challenge's score: 1 if all is correct, 0 if no better than predicting "normal"
-    for all, or if every label is normal. It has no lower bound."""
+    """Returns the score of the Challenge: 1 if all outputs are correct, and 0 if they are no better
+    than predicting "normal" for every row, or if every label is normal. It has no lower bound."""
     return challenge_statistic(labels, outputs)(np.ones(len(labels), np.int64))
 
 
 def challenge_statistic(labels: Array, outputs: Array) -> Callable[[Array], float]:
-    """Returns a function of row weights that gives the challenge_score of these rows."""
+    """Returns a function that takes a weight for each row, and returns the challenge_score of the
+    rows so weighted."""
     return partial(
         _challenge_of_credits,
         *challenge_credits_and_norms(*bool_labels_and_outputs(labels, outputs)),
@@ -116,11 +121,13 @@ def challenge_statistic(labels: Array, outputs: Array) -> Callable[[Array], floa
 
 
 def challenge_credits_and_norms(labels: Array, outputs: Array) -> tuple[Array, Array]:
-    """Returns two arrays [3, N], for the outputs, the labels and "normal" as predictions: the
-    credit in eightieths, and the number of classes labelled or predicted."""
+    """Returns credits and norms, both [3, N], for three sets of predictions: the outputs, the
+    labels, and "normal" for every row. A credit is in eightieths. A norm is the number of classes
+    that are labelled or predicted."""
     normal = np.zeros_like(labels)
     normal[:, NORMAL_CLASS] = True
-    y = labels.astype(np.float32)  # exact: sums of up to 676 numbers of up to 80
+    # float32 is exact here: the sums have up to 676 terms of up to 80
+    y = labels.astype(np.float32)
     worth_NK = y @ challenge_weights().astype(np.float32)
     credit_3N, norm_3N = [], []
     for predicted_NK in (outputs, labels, normal):
@@ -130,11 +137,12 @@ def challenge_credits_and_norms(labels: Array, outputs: Array) -> tuple[Array, A
 
 
 def _challenge_of_credits(credit_3N: Array, norm_3N: Array, weight_N: Array) -> float:
-    """Sums credits by their norm first, as integers, so that the order of the rows does not
-    matter."""
+    """Returns the Challenge score of weighted rows. It first sums the credits of each norm, as
+    integers, so that the order of the rows does not matter."""
     columns = zip(norm_3N, credit_3N * weight_N, strict=True)
     sums = np.array([np.bincount(norm_N, credit_N, 27) for norm_N, credit_N in columns])
-    if (sums[1] == sums[2]).all():  # every row is normal or empty: nothing else makes the two equal
+    # Labels and "normal" have equal credits only if every row is labelled normal or has no label
+    if (sums[1] == sums[2]).all():
         return 0.0
     norms = np.maximum(np.arange(27), 1)
     observed, correct, inactive = (sums / norms).sum(1) / WEIGHT_UNIT
@@ -144,27 +152,30 @@ def _challenge_of_credits(credit_3N: Array, norm_3N: Array, weight_N: Array) -> 
 def bool_labels_and_outputs(
     labels: Array, outputs: Array, classes: int = len(CLASSES)
 ) -> tuple[Array, Array]:
-    """Returns both as bool arrays of one shape [n, classes]."""
+    """Returns labels and outputs as bool arrays of the same shape [n, classes]. Raises MetricError
+    if they have other shapes or values."""
     arrays = []
     for name, values in (("labels", labels), ("outputs", outputs)):
         array = np.asarray(values)
         if array.ndim != 2 or array.shape[1] != classes or not len(array):
             raise MetricError(
-                f"{name} of shape {list(array.shape)}, not [n, {classes}] with n at least 1"
+                f"{name} have shape {list(array.shape)}: must be [n, {classes}] with n at least 1"
             )
         wrong_values = np.count_nonzero((array != 0) & (array != 1))
         if wrong_values:
-            raise MetricError(f"{name}: {wrong_values:,} of {array.size:,} are neither 0 nor 1")
+            raise MetricError(
+                f"{name}: {wrong_values:,} of {array.size:,} values are neither 0 nor 1"
+            )
         arrays.append(array.astype(bool))
     y, p = arrays
     if len(y) != len(p):
-        raise MetricError(f"{len(y):,} rows of labels and {len(p):,} of outputs")
+        raise MetricError(f"labels have {len(y):,} rows, but outputs have {len(p):,}")
     return y, p
 
 
 def order_and_run_ends(score_N: Array) -> tuple[Array, Array]:
-    """Returns the rows by descending score, and the position of the last row of each run of equal
-    scores."""
+    """Returns the order of the rows by descending score, and for each run of equal scores the
+    position of its last row in this order."""
     order = np.argsort(-score_N)
     score = score_N[order]
     ends = np.append(score[1:] != score[:-1], True)
@@ -172,11 +183,11 @@ def order_and_run_ends(score_N: Array) -> tuple[Array, Array]:
 
 
 class Ranking:
-    """Computes the areas of one class for any weights of the rows, which are sorted once. Only at
-    runs of equal scores with a positive do the areas grow."""
+    """Computes AUROC and AUPRC of one class for any row weights. The rows are sorted only once.
+    Only runs of equal scores that contain a positive add to the areas."""
 
     def __init__(self, y_N: Array, score_N: Array) -> None:
-        """y is 0, 1 or NaN: unknown, and ignored."""
+        """Sorts the rows. Labels `y_N` are 0, 1 or NaN: rows with NaN are ignored."""
         known_rows = np.flatnonzero(~np.isnan(y_N))
         order, last = order_and_run_ends(score_N[known_rows])
         self.order = known_rows[order]
@@ -186,24 +197,25 @@ class Ranking:
         stop = last[runs] + 1
         self.first_positive = np.searchsorted(self.positive, first)
         edges = np.unique([0, *first, *stop])
-        self.edges = edges[edges < len(order)]  # weights are summed between edges
+        self.edges = edges[edges < len(order)]  # weights are summed from each edge to the next
         self.first = np.searchsorted(edges, first)
         self.stop = np.searchsorted(edges, stop)
 
     def auroc_and_auprc(self, weight_NB: Array) -> Array:
-        """Returns AUROC and AUPRC [2, B] for B weightings. NaN without positives; without negatives
-        AUROC is NaN and AUPRC 1."""
+        """Returns AUROC and AUPRC [2, B] for B sets of row weights. Without positives both are NaN.
+        Without negatives AUROC is NaN and AUPRC is 1."""
         if not len(self.positive):
             return np.full((2, weight_NB.shape[1]), np.nan)
         weight_NB = weight_NB[self.order]
         new = np.add.reduceat(weight_NB[self.positive], self.first_positive)
         sums = np.cumsum(np.add.reduceat(weight_NB, self.edges), 0)
-        before = np.insert(sums, 0, 0, axis=0)  # weight of all rows before an edge
+        before = np.insert(sums, 0, 0, axis=0)  # total weight of the rows before each edge
         start, end = before[self.first], before[self.stop]
-        true = np.cumsum(new, 0)  # positives up to the end of each run
+        true = np.cumsum(new, 0)  # weight of the positives up to the end of each run
         positives = true[-1]
         negatives = before[-1] - positives
-        # A positive counts the negatives below it, and half of those with its score
+        # Each positive counts the negatives with a lower score, and half of those with the same
+        # score
         below = negatives - (end - true + start - true + new) / 2
         with np.errstate(invalid="ignore", divide="ignore"):
             auroc = (new * below).sum(0) / (positives * negatives)
@@ -214,8 +226,9 @@ class Ranking:
 
 
 def weighted_measures(y_N: Array, score_N: Array, weight_NB: Array) -> dict[str, Array]:
-    """Returns the metrics [B] of a class that compare models, for B weightings of the rows at once.
-    The areas are NaN without positives or negatives."""
+    """Returns the metrics by which models are compared (auroc, auprc and brier) of a class, each
+    [B], for B sets of row weights at once. AUROC and AUPRC are NaN without positives or without
+    negatives."""
     auroc_B, auprc_B = Ranking(y_N, score_N).auroc_and_auprc(weight_NB)
     auprc_B[np.isnan(auroc_B)] = np.nan
     sums_2N = np.stack([squared_errors(y_N, score_N), ~np.isnan(y_N)], dtype=np.float32)
@@ -226,20 +239,20 @@ def weighted_measures(y_N: Array, score_N: Array, weight_NB: Array) -> dict[str,
 
 
 def squared_errors(y: Array, scores: Array) -> Array:
-    """Returns squared errors, 0 where the label is unknown. Their mean is a class's Brier score.
-    Exclusive classes are scored like any others, each against the rest: Brier's own score, a sum
-    over K classes, is K times their mean."""
+    """Returns squared errors, and 0 where the label is unknown. Their mean over the rows of a class
+    is its Brier score. Exclusive classes are scored like any others, each against the rest. Brier's
+    own score is a sum over K classes, and so K times the mean of their scores."""
     return np.where(np.isnan(y), 0, np.square(scores - y))
 
 
 class Statistic(ABC):
-    """Computes MEASURES for any row weights."""
+    """Base class of what computes the MEASURES of a task for any row weights."""
 
     names: Names
-    once_N: Array  # ones: weights that count each row once
+    once_N: Array  # the weights that count each row once: all 1
 
     def __call__(self, weight_N: Array) -> Array:
-        """The metrics `names`, where row i counts weight_N[i] times."""
+        """Returns the metrics that `names` lists, where row i counts weight_N[i] times."""
         means = self.means(weight_N)
         return np.array([means[name] for name in self.names])
 
@@ -257,7 +270,8 @@ class Statistic(ABC):
 
 
 class Classification(Statistic):
-    """Rows are sorted once: a bootstrap resample costs a few cumulative sums."""
+    """Computes the metrics of kinds with classes. Rows are sorted once, so that a bootstrap
+    resample costs only a few cumulative sums."""
 
     def __init__(
         self,
@@ -274,7 +288,7 @@ class Classification(Statistic):
             scores = scores.astype(float)
         if scores.shape != y_NK.shape:
             raise MetricError(
-                f"scores of shape {list(scores.shape)} for labels of shape {list(y_NK.shape)}"
+                f"scores have shape {list(scores.shape)}, but labels have shape {list(y_NK.shape)}"
             )
         if lost := np.count_nonzero(np.isnan(scores)):
             raise MetricError(f"{lost:,} of {scores.size:,} scores are NaN")
@@ -300,7 +314,7 @@ class Classification(Statistic):
 
     def means(self, weight_N: Array) -> dict[str, float]:
         means = super().means(weight_N)
-        with np.errstate(invalid="ignore"):  # no row is known: NaN
+        with np.errstate(invalid="ignore"):  # NaN if no row has a known label
             means["accuracy"] = weight_N @ self.right_N / (weight_N @ self.rated_N)
         means["balanced_accuracy"] = means["sensitivity"]
         if "challenge" in self.names:
@@ -308,8 +322,8 @@ class Classification(Statistic):
         return means
 
     def by_class(self, weight_N: Array) -> dict[str, Array]:
-        """Returns auroc, auprc, f_measure, sensitivity, specificity, brier. NaN where the
-        denominator is zero."""
+        """Returns auroc, auprc, f_measure, sensitivity, specificity and brier of each class; NaN
+        where a denominator is zero."""
         weight_N1 = weight_N[:, None]
         areas = [ranking.auroc_and_auprc(weight_N1) for ranking in self.rankings]
         auroc_K, auprc_K = np.concatenate(areas, 1)
@@ -327,8 +341,8 @@ class Classification(Statistic):
             }
 
     def summary(self) -> Facts:
-        """The measures; `classes`: figures of each; `without_positives`, `without_negatives`: those
-        without AUROC."""
+        """Returns the measures; `classes` with the figures of each class; and `without_positives`
+        and `without_negatives`, the classes that have no AUROC for lack of them."""
         columns = self.by_class(self.once_N)
         columns["positives"] = self.labels.sum(0)
         columns["predicted"] = self.outputs.sum(0)
@@ -360,7 +374,8 @@ class Regression(Statistic):
         self.once_N = np.ones(len(values), np.int64)
 
     def by_class(self, weight_N: Array) -> dict[str, Array]:
-        """Returns MEASURES, mean_error and sd_error. NaN where the denominator is zero."""
+        """Returns the MEASURES of regression, mean_error and sd_error for each output; NaN where a
+        denominator is zero."""
         w, e = weight_N[:, None] * self.known, self.errors
         with np.errstate(invalid="ignore", divide="ignore"):
             n = w.sum(0)
@@ -390,8 +405,8 @@ class Regression(Statistic):
 
 class Concordance(Regression):
     """Harrell's C-index for any row weights: the share of comparable pairs in which the row with
-    the earlier event has the higher risk. A pair is comparable if one had the event and the other
-    was followed for longer, or was censored at that time. Equal risks count half.
+    the earlier event has the higher risk. A pair is comparable if one row had the event, and the
+    other was followed for longer or was censored at the time of that event. Equal risks count half.
 
     Counts pairs in n log n, with one cumulative sum for each bit of the ranks of the risks: among
     rows whose ranks agree in all higher bits, those with the bit are above the others. A weighting
@@ -401,15 +416,17 @@ class Concordance(Regression):
 
     def __init__(self, values: Array, predictions: Array, classes: Names) -> None:
         super().__init__(values, predictions, classes)
-        y = self.values[:, 0]  # unknown: 0, so never longer than another
-        rows = np.lexsort((y > 0, -np.abs(y)))  # longest first, at equal times the censored
+        # rows with an unknown label have time 0, so that none counts as followed for longer
+        y = self.values[:, 0]
+        # from the longest time to the shortest; at equal times, the censored rows first
+        rows = np.lexsort((y > 0, -np.abs(y)))
         _, first, same = np.unique(
             y[rows],
             return_index=True,
             return_inverse=True,
         )
         event = np.flatnonzero(y[rows] > 0)
-        longer = first[same[event]]  # how many were followed for longer
+        longer = first[same[event]]  # for each event, how many rows were followed for longer
         rank = np.unique(predictions[rows, 0], return_inverse=True)[1]
         self.events = rows[event]
         self.rank = rank[event]
@@ -424,7 +441,9 @@ class Concordance(Regression):
             self.levels.append((rows[by_group], start, stop))
 
     def by_class(self, weight_N: Array) -> dict[str, Array]:
-        longer = []  # by level, the weight of those in an event's group who were followed longer
+        # for each level, the weight of the rows in the group of an event that were followed for
+        # longer
+        longer = []
         for rows, start, stop in self.levels:
             before = np.append(0, np.cumsum(weight_N[rows]))
             longer.append(before[stop] - before[start])
@@ -432,7 +451,7 @@ class Concordance(Regression):
         for bit, (half, with_bit) in enumerate(pairwise(longer)):
             above = above + (with_bit - half) * (self.rank >> bit & 1)
         weight = weight_N[self.events]
-        with np.errstate(invalid="ignore"):  # no pairs: NaN
+        with np.errstate(invalid="ignore"):  # NaN if no pair is comparable
             c_index = weight @ above / (weight @ longer[-1])
         return {
             "positives": weight.sum(keepdims=True),
@@ -441,8 +460,8 @@ class Concordance(Regression):
 
 
 def kaplan_meier_curve(y_N: Array) -> tuple[Array, Array]:
-    """Returns the corners of the curve from time 0 to the last contact: times, and shares without
-    the event. `y_N`: times, negative if censored."""
+    """Returns the corners of the Kaplan-Meier curve from time 0 to the last contact: the times, and
+    the shares without the event. `y_N`: times, negative if censored."""
     times, events = np.unique(y_N[y_N > 0], return_counts=True)
     length = np.sort(np.abs(y_N))
     at_risk = len(y_N) - np.searchsorted(length, times)
@@ -452,7 +471,7 @@ def kaplan_meier_curve(y_N: Array) -> tuple[Array, Array]:
 
 
 def values_by_class(classes: Names, columns: Mapping[str, Array]) -> dict[str, Facts]:
-    """{class: {column: its value}}"""
+    """Returns {class: {column: value}}."""
     table: dict[str, Facts] = {}
     for k, name in enumerate(classes):
         table[name] = {column: values_K[k].item() for column, values_K in columns.items()}
@@ -467,8 +486,8 @@ def _finite_mean(values_K: Array) -> float:
 def identification_scores(
     gallery_PD: Array, gallery_ids: Sequence[Any], probe_QD: Array, probe_ids: Sequence[Any]
 ) -> Facts:
-    """Scores how often the gallery entry most similar to a probe (cosine) is of the same patient
-    (paper, "Patient identification").
+    """Scores patient identification: how often the gallery entry with the highest cosine similarity
+    to a probe is of the same patient (paper, "Patient identification").
 
     A tie counts as the expected result of a random draw among its entries; a zero vector ties with
     all. `ties`: the share of probes with several best entries; `chance`: the accuracy of a random
@@ -505,8 +524,8 @@ def _unit_embeddings(vectors: Array, ids: Sequence[Any], name: str) -> Array:
     array = np.asarray(vectors, np.float64)
     if array.ndim != 2 or not len(array) or len(array) != len(ids):
         raise MetricError(
-            f"{name} of shape {list(array.shape)} for {len(ids):,} patients: must be [n, width], "
-            "n at least 1"
+            f"{name} embeddings have shape {list(array.shape)}, for {len(ids):,} patients: must be "
+            "[patients, width], with at least one patient"
         )
     finite_N = np.isfinite(array).all(1)
     if not finite_N.all():
@@ -518,7 +537,7 @@ def _unit_embeddings(vectors: Array, ids: Sequence[Any], name: str) -> Array:
 def unit_vectors(x_ND: Array) -> Array:
     """Scales rows to length 1; rows of zeros stay zero."""
     largest = np.abs(x_ND).max(1, keepdims=True, initial=0)
-    # Otherwise the squares of small numbers underflow
+    # Without this division, the squares of small numbers would underflow
     x_ND = x_ND / np.where(largest > 0, largest, 1)
     length = np.linalg.norm(x_ND, axis=1, keepdims=True)
     return np.asarray(x_ND / np.where(length > 0, length, 1))
@@ -527,9 +546,10 @@ def unit_vectors(x_ND: Array) -> Array:
 def _similarity_counts_by_block(
     gallery: Array, gallery_patients: Array, probes: Array, probe_patients: Array
 ) -> Iterator[tuple[Array, ...]]:
-    """Yields six arrays for each block of probes. Four count gallery entries: those more similar
-    than the patient's best one, those as similar, those of these that are the patient's, those that
-    share the first place. Two are the highest similarity to the same patient and to others."""
+    """Yields six arrays for each block of probes. The first four are numbers of gallery entries:
+    more similar to the probe than the best entry of its own patient; as similar as that entry; as
+    similar and of the same patient; tied for the highest similarity. The last two are the highest
+    similarity to the same patient, and to other patients."""
     step = max(1, SIMILARITY_BLOCK // len(gallery))
     for start in range(0, len(probes), step):
         similarity = probes[start : start + step] @ gallery.T
@@ -549,12 +569,12 @@ def _similarity_counts_by_block(
 
 
 def _probability_within_rank(better: Array, tied: Array, right: Array, ranks: int) -> Array:
-    """[Q, ranks]: the probability that the patient is among the first r, with ties in random
-    order."""
+    """Returns [Q, ranks]: the probability that the probe's patient is among the first 1, 2, ...
+    entries, with ties in random order."""
     missed = np.ones(len(better))
     probabilities = []
     for rank in range(ranks):
-        drawn_before = rank - better  # tied entries drawn before this rank
+        drawn_before = rank - better  # number of tied entries that are drawn before this rank
         left = tied - drawn_before
         drawing = (drawn_before >= 0) & (left > 0)
         chance = np.maximum(left - right, 0) / np.maximum(left, 1)
@@ -564,16 +584,16 @@ def _probability_within_rank(better: Array, tied: Array, right: Array, ranks: in
 
 
 class Calibration(NamedTuple):
-    """How well probabilities agree with labels, by bin of probabilities over all classes."""
+    """How well probabilities agree with labels, for each bin of probabilities, over all classes."""
 
-    mean: Array  # probability
-    share: Array  # of positives; NaN in bins with fewer than FEW_PATIENTS rows
-    examples: Array  # their number
-    error: float  # the expected calibration error of all bins
+    mean: Array  # mean probability in each bin
+    share: Array  # share of positives in each bin; NaN in bins with fewer than FEW_PATIENTS rows
+    examples: Array  # number of labels in each bin
+    error: float  # expected calibration error over all bins
 
 
 def calibration_curve(labels: Array, scores: Array) -> Calibration:
-    """Bins the known labels by their probability."""
+    """Returns the calibration of the known labels, in bins of their probabilities."""
     is_known = ~np.isnan(labels.astype(float))
     p, y = scores[is_known].astype(float), labels[is_known]
     bin_of = np.minimum((p * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
@@ -591,13 +611,17 @@ def calibration_curve(labels: Array, scores: Array) -> Calibration:
 
 
 def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean, and half the width of its 95 % t interval; NaN for one value."""
+    """Returns the mean, and half the width of its 95 % t interval. The half width of a single value
+    is NaN."""
     array = np.asarray(values, float)
     if not array.size or not np.isfinite(array).all():
-        raise MetricError(f"{list(array)}: an interval needs finite numbers")
+        raise MetricError(
+            f"{list(array)}: an interval needs at least one value, and finite values only"
+        )
     if len(array) == 1:
         return float(array[0]), np.nan
-    from scipy import stats  # slow to import, and most commands do not need it
+    # imported here, as scipy.stats is slow to import and most commands do not need it
+    from scipy import stats
 
     width = stats.t.ppf(0.975, len(array) - 1)
     half = width * array.std(ddof=1) / np.sqrt(len(array))
@@ -605,16 +629,17 @@ def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
 
 
 def exact_interval(positives: int, people: int) -> list[float]:
-    """Returns the 95 % interval of a share (Clopper and Pearson)."""
+    """Returns the exact 95 % interval (Clopper and Pearson) of the share positives / people."""
     from scipy import stats
 
     return list(map(float, stats.binomtest(positives, people).proportion_ci()))
 
 
 def bootstrap_interval(statistic: Callable[[Array], Any], groups: Sequence[Any], n: int) -> Array:
-    """Returns the 95 % interval [2, ...] of a statistic, a function of how often each row was
-    drawn. Patients are drawn with all their rows. A resample on which the statistic is undefined
-    (NaN) is left out. NaN if there is only one patient."""
+    """Returns the 95 % interval [2, ...] of `statistic`, a function of how often each row was
+    drawn, from `n` resamples. Patients (`groups`) are drawn with all their rows. A resample on
+    which the statistic is undefined (NaN) is left out. The interval is NaN if there is only one
+    patient."""
     patient_N = _group_numbers(groups)
     patients = int(patient_N.max()) + 1
     rng = np.random.default_rng(0)
@@ -629,9 +654,9 @@ def bootstrap_interval(statistic: Callable[[Array], Any], groups: Sequence[Any],
 
 
 def bca_interval(value_B: Array) -> Array:
-    """Returns the 95 % interval (low, high) of a statistic from its value and the values on
-    resamples after it. The percentiles are corrected for bias and skewness (Efron 1987, BCa). NaN
-    where the statistic is undefined.
+    """Returns the 95 % interval (low, high) of a statistic. `value_B` holds its value, and then its
+    values on resamples. The percentiles are corrected for bias and skewness (Efron 1987, BCa). The
+    interval is NaN where the statistic is undefined.
 
     Plain percentiles are biased: a resample repeats positives, which rank beside themselves, so its
     AUPRC is higher than on the rows themselves. Plain 95 % percentiles covered the AUPRC of 5 folds
@@ -645,7 +670,7 @@ def bca_interval(value_B: Array) -> Array:
     gap_B = drawn_B - drawn_B.mean()
     spread = np.sqrt(np.mean(gap_B**2))
     skewness = np.mean((gap_B / spread) ** 3) if spread > 0 else 0.0
-    acceleration = np.clip(skewness / 6, -MOST_ACCELERATION, MOST_ACCELERATION)
+    acceleration = np.clip(skewness / 6, -MAX_ACCELERATION, MAX_ACCELERATION)
     shares = []
     for tail in (0.025, 0.975):
         z = bias + NORMAL_CURVE.inv_cdf(tail)
@@ -655,13 +680,13 @@ def bca_interval(value_B: Array) -> Array:
 
 
 def _group_numbers(groups: Sequence[Any] | Array) -> Array:
-    """Numbers the groups from 0."""
+    """Returns the number of the group of each row, counted from 0."""
     return np.unique(np.asarray(groups), return_inverse=True)[1]
 
 
 def has_few_patients(kind: str, labels_NK: Array, patients: Sequence[Any] | Array) -> bool:
-    """True if every class has fewer than FEW_PATIENTS with it or without it. Survival: if fewer had
-    the event."""
+    """Returns True if each class has fewer than FEW_PATIENTS patients with it, or without it. For
+    survival: if fewer patients than that had the event."""
     if kind == "regression":
         return False
     patient_N = _group_numbers(patients)
@@ -677,7 +702,8 @@ def has_few_patients(kind: str, labels_NK: Array, patients: Sequence[Any] | Arra
 def exact_intervals(
     metrics: Mapping[str, Any], labels_NK: Array, patients: Sequence[Any]
 ) -> dict[str, list[float]]:
-    """Returns exact intervals of the shares of rows, if each row is another patient; else NaN."""
+    """Returns exact intervals of accuracy and, for a single class, of sensitivity and specificity.
+    Other intervals are NaN, and all are if two rows are of the same patient."""
     intervals = {name: [np.nan, np.nan] for name in metrics}
     if not len(set(patients)) == len(labels_NK) > 1:
         return intervals

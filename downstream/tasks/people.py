@@ -1,4 +1,5 @@
-"""Finds the crops that must be in one split: those of a patient or, if unknown, of a record."""
+"""Finds which crops must be in the same split: those of a patient or, if the patient is unknown,
+those of a record."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,16 +17,18 @@ from .kinds import Array
 
 
 class People(NamedTuple):
-    names: pa.Array
-    owner_N: Array  # index in `names` of the owner of each crop of all datasets
-    known_N: Array  # True if the owner is a patient
+    names: pa.Array  # the distinct patients and records
+    # for each crop of all datasets, the index in `names` of its patient or, if unknown, its record
+    owner_N: Array
+    known_N: Array  # True for crops whose patient is known
 
     def owner_ids_by_dataset(self, datasets: Sequence[Dataset]) -> list[Array]:
-        """Returns the id of each crop's owner, by dataset, int64 [crops]: odd for patients."""
+        """Returns int64 [crops] for each dataset: an odd id for the crop's patient or, if the
+        patient is unknown, an even id for its record."""
         return owner_ids(datasets, self.owner_N, self.known_N)
 
     def doubtful_ids_remark(self, labelled_N: Array) -> list[str]:
-        """Remarks if ids of labelled patients may be two spellings of one."""
+        """Returns a remark if two patient ids of labelled crops may be two spellings of one id."""
         patients = np.unique(self.owner_N[labelled_N & self.known_N])
         doubt = similar_ids_warning(self.names.take(pa.array(patients)))
         return [doubt] if doubt else []
@@ -44,8 +47,8 @@ def people_of(datasets: Sequence[Dataset]) -> People:
 
 
 def people_of_sheet(sheet: JoinedSheet, datasets: Sequence[Dataset]) -> People:
-    """Returns the patients of the datasets; for records without one, those in the sheet's column
-    `patient`."""
+    """Returns the patients of the datasets' crops. Where a dataset does not know a patient, the
+    sheet's column `patient` is used."""
     people = people_of(datasets)
     if people.known_N.all() or "patient" not in sheet.cells.column_names:
         return people
@@ -65,7 +68,8 @@ def people_of_sheet(sheet: JoinedSheet, datasets: Sequence[Dataset]) -> People:
 
 
 def unknown_patients_remark(unknown: Sequence[int]) -> list[str]:
-    """Remarks on records without a patient. `unknown`: see unknown_patient_and_record_counts."""
+    """Returns a remark on the records without a known patient. `unknown` holds the two counts of
+    unknown_patient_and_record_counts."""
     without, records = unknown
     if not without:
         return []

@@ -1,4 +1,4 @@
-"""Read-outs: what an embedding keeps of an encoder's tokens and of the signal.
+"""Read-outs: the ways to turn an encoder's tokens, and the signal, into an embedding.
 
     readout = parse_readout("mean+std+rhythm")
     readout_width(readout, 128)                     # how many numbers that is, for an encoder of width 128
@@ -8,7 +8,7 @@ A read-out names one or more parts, joined by +:
 
     mean      the mean over tokens, as in the paper                               D numbers
     std       the standard deviation over tokens                                  D
-    beats     the mean of the tokens at fixed times around the R peaks            len(BEATS_S) * D
+    beats     the mean of the tokens at fixed times around the R peaks            len(BEAT_OFFSETS_S) * D
     rhythm    rhythm, amplitudes and residuals, measured in the signal            len(MEASUREMENTS)
     waveform  the median beat of each lead, of unit length over all leads         12 * BEAT
 
@@ -36,25 +36,27 @@ from omnilead.engine.model.encoder import pool
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import ALL_LEADS
 
-PAPER = "mean"
-Readout = tuple[str, ...]  # the parts of a read-out
-BEATS_S = np.linspace(-0.3, 0.5, 9)  # from P to the end of T
+PAPER_READOUT = "mean"  # the read-out of the paper
+Readout = tuple[str, ...]  # names of its parts, such as ("mean", "std")
+# seconds from the R peak, from the P wave to the end of the T wave
+BEAT_OFFSETS_S = np.linspace(-0.3, 0.5, 9)
 WIDTH_OF_PART: dict[str, Callable[[int], int]] = {
     "mean": lambda width: width,
     "std": lambda width: width,
-    "beats": lambda width: len(BEATS_S) * width,
+    "beats": lambda width: len(BEAT_OFFSETS_S) * width,
     "rhythm": lambda width: len(MEASUREMENTS),
     "waveform": lambda width: len(LEADS) * BEAT_SAMPLES,
 }
 
 
 def parse_readout(text: str) -> Readout:
-    """Returns the parts of a read-out."""
+    """Returns the parts that a text such as mean+std names; raises ConfigError if they are unknown
+    or repeated."""
     parts = tuple(text.split("+"))
     unknown = [part for part in parts if part not in WIDTH_OF_PART]
     if unknown or len(set(parts)) < len(parts):
         raise ConfigError(
-            f"readout={text[:60]!r}: join different parts by +, out of {', '.join(WIDTH_OF_PART)}"
+            f"readout={text[:60]!r}: join one or more of these by +, each once: {', '.join(WIDTH_OF_PART)}"
         )
     return parts
 
@@ -68,8 +70,8 @@ def readout_width(readout: Readout, width: int) -> int:
 
 
 def mean_slice(readout: Readout, width: int) -> slice:
-    """Returns the slice of the mean over tokens, which identifies patients; all if there is no
-    mean."""
+    """Returns which slice of an embedding is the mean over tokens, by which patients are
+    identified; the whole embedding if the read-out has no mean."""
     if "mean" not in readout:
         return slice(None)
     before = readout_width(readout[: readout.index("mean")], width)
@@ -100,11 +102,11 @@ def read_out(
 
 
 def _beat_tokens(c_RND: Tensor, signal: np.ndarray) -> Tensor:
-    """Returns the mean token at each of BEATS_S from the R peaks; the mean of all tokens where no
-    beat has such a token."""
+    """Returns for each of BEAT_OFFSETS_S the mean, over all beats, of the token at this time from
+    the R peak; the mean of all tokens if no beat has a token there."""
     rows = []
     for c_ND, x_LT in zip(c_RND, signal, strict=True):
-        samples = r_peaks(x_LT)[:, None] + BEATS_S * FS_HZ
+        samples = r_peaks(x_LT)[:, None] + BEAT_OFFSETS_S * FS_HZ
         token = np.floor(samples / x_LT.shape[1] * len(c_ND)).astype(int)
         times = []
         for beat_tokens in token.T:
@@ -113,4 +115,4 @@ def _beat_tokens(c_RND: Tensor, signal: np.ndarray) -> Tensor:
                 c_ND[torch.from_numpy(beat_tokens)].mean(0) if len(beat_tokens) else c_ND.mean(0)
             )
         rows.append(torch.cat(times))
-    return torch.stack(rows) if rows else c_RND.new_zeros(0, len(BEATS_S) * c_RND.shape[2])
+    return torch.stack(rows) if rows else c_RND.new_zeros(0, len(BEAT_OFFSETS_S) * c_RND.shape[2])

@@ -1,5 +1,5 @@
-"""Which labels the records have that `omnilead shard` refused: a score says nothing of them, and they may be
-of one class, such as the poor ECGs of a table of quality.
+"""Remarks on the labels of the records that `omnilead shard` refused. No score counts these
+records, and they may all be of one class, such as the poor ECGs in a table of signal quality.
 
 remarks = remarks_on_refused(task, sheet, [dataset], classes, y_RK)    # y_RK: by row of the sheet
 """
@@ -28,7 +28,8 @@ def remarks_on_refused(
     classes: Sequence[str],
     y_RK: Array,
 ) -> list[str]:
-    """Remarks on how many refused records have each label, beside those of the data."""
+    """Returns a remark on how many refused records have each label, and how many of the records in
+    the data."""
     if not KINDS[task.kind].has_classes:
         return []
     refused = refused_rows(task, sheet, datasets)
@@ -54,7 +55,7 @@ def remarks_on_refused(
 
 
 def refused_rows(task: TaskConfig, sheet: JoinedSheet, datasets: Sequence[Dataset]) -> Array:
-    """Returns the rows of the sheet whose record was refused and is in no dataset."""
+    """Returns the rows of the sheet whose record was refused, and is in none of the datasets."""
     refused = {
         (source, record): None
         for dataset in datasets
@@ -68,7 +69,7 @@ def refused_rows(task: TaskConfig, sheet: JoinedSheet, datasets: Sequence[Datase
     names = pa.array([record for _, record in refused])
     try:
         matches = match_records(task.labels, sheet.cells.take(pa.array(left)), keys, names)
-    except DataError:  # none of them, or names that could be two records
+    except DataError:  # no row names a refused record, or a name could mean two records
         return left[:0]
     return np.asarray(left[np.sort(matches.row[matches.row >= 0])])
 
@@ -76,8 +77,9 @@ def refused_rows(task: TaskConfig, sheet: JoinedSheet, datasets: Sequence[Datase
 def _class_and_label_counts(
     task: TaskConfig, sheet: JoinedSheet, classes: Sequence[str], y_RK: Array, rows: Array
 ) -> tuple[Counter[str], int]:
-    """Counts these rows by class, and those with a label."""
-    if task.kind == "multiclass":  # a class may be of refused records alone
+    """Returns how many of these rows are of each class, and how many have a known label."""
+    # Only the cells name a class that only refused records have: it is none of `classes`
+    if task.kind == "multiclass":
         cells = sheet.cells[task.columns[0]].take(pa.array(rows)).drop_null().to_pylist()
         return Counter(cells), len(cells)
     y_RK = y_RK[rows]

@@ -1,5 +1,5 @@
-"""Remarks on the labels of a sheet: what is doubtful in them, what they are taken for, and how many
-there are."""
+"""Remarks on the labels of a sheet: which of them are doubtful, how its words were read, and how
+many labels there are."""
 
 import re
 from difflib import SequenceMatcher
@@ -16,13 +16,16 @@ from .join import JoinedSheet
 from .kinds import EMPTY_CELL_NOTE, KINDS, Array
 from .sheet import BOOLEANS, are_numbers
 
-UNREMARKABLE_WORDS = ("0", "0.0", "false", "1", "1.0", "true")  # words that need no remark
-RARE_RECORDS = 5  # a class with fewer is learnt badly, or is a typing error
-CODE_OF_UNKNOWN = re.compile("-1|-?9+")
+# words whose meaning needs no remark
+UNREMARKABLE_WORDS = ("0", "0.0", "false", "1", "1.0", "true")
+# a class with fewer records than this is learnt badly, or its name is a typing error
+RARE_CLASS_RECORDS = 5
+# numbers that often stand for a missing value: -1, 9, 99, -9, -99, ...
+UNKNOWN_CODE = re.compile("-1|-?9+")
 
 
 def remarks_on_labels(task: TaskConfig, sheet: JoinedSheet, y_RK: Array) -> list[str]:
-    """Returns remarks on the labels. `y_RK`: by row of the sheet."""
+    """Returns remarks on the labels of a sheet. `y_RK` has a row for each row of the sheet."""
     if not task.labels:
         return []
     y_RK = y_RK[sheet.used_rows]
@@ -43,7 +46,7 @@ def remarks_on_labels(task: TaskConfig, sheet: JoinedSheet, y_RK: Array) -> list
 
 
 def _remarks_on_spelling(records_of: dict[str, int]) -> list[str]:
-    """Remarks on classes that may be misspelt."""
+    """Returns remarks on classes whose names may be two spellings of one name."""
     remarks = []
     by_spelling: dict[str, list[str]] = {}
     for name in records_of:
@@ -58,7 +61,7 @@ def _remarks_on_spelling(records_of: dict[str, int]) -> list[str]:
     for pair in combinations(records_of, 2):
         few, many = sorted(pair, key=records_of.__getitem__)
         if _may_be_one_name(few, many) and records_of[few] < max(
-            RARE_RECORDS, records_of[many] / 10
+            RARE_CLASS_RECORDS, records_of[many] / 10
         ):
             spelt = f"{few!r} ({records_of[few]:,} records) and {many!r} ({records_of[many]:,})"
             remarks.append(f"are {spelt} the same class? They are trained as two")
@@ -66,8 +69,8 @@ def _remarks_on_spelling(records_of: dict[str, int]) -> list[str]:
 
 
 def _may_be_one_name(name: str, other: str) -> bool:
-    """True if two names differ in one letter of at least five, apart from case. Digits count:
-    grade1 is not grade2."""
+    """Returns True if two names of at least five characters differ in about one letter, apart from
+    case. Their digits must be equal: grade1 is not grade2."""
     name, other = name.casefold(), other.casefold()
     shorter = min(len(name), len(other))
     if name == other or shorter < 5 or re.sub(r"\D", "", name) != re.sub(r"\D", "", other):
@@ -86,21 +89,24 @@ def _remarks_on_missing_zeros(task: TaskConfig, y_RK: Array) -> list[str]:
 
 
 def _remarks_on_rare_classes(records_of: dict[str, int]) -> list[str]:
-    """Remarks on classes with too few records to learn or to score."""
+    """Returns a remark on the classes with too few records to learn or to choose a threshold by."""
     rarest_first = sorted(records_of, key=records_of.__getitem__)
     rare = [
-        f"{name} ({records_of[name]})" for name in rarest_first if records_of[name] < RARE_RECORDS
+        f"{name} ({records_of[name]})"
+        for name in rarest_first
+        if records_of[name] < RARE_CLASS_RECORDS
     ]
     if not rare:
         return []
     return [
-        f"fewer than {RARE_RECORDS} records are positive in {join_first_names(rare, NAMES_IN_MESSAGE)}: too few to learn or to "
-        "choose a threshold by"
+        f"fewer than {RARE_CLASS_RECORDS} records are positive in {join_first_names(rare, NAMES_IN_MESSAGE)}: too few to learn "
+        "or to choose a threshold by"
     ]
 
 
 def _remarks_on_codes(task: TaskConfig, sheet: JoinedSheet) -> list[str]:
-    """Remarks on numbers far from all others, such as -9 or 999, which may mean "unknown"."""
+    """Returns remarks on numbers far from all others, such as -9 or 999, which may mean
+    "unknown"."""
     remarks = []
     for name in task.columns:
         values = pc.unique(sheet.cells[name]).drop_null().to_pylist()
@@ -116,13 +122,13 @@ def _remarks_on_codes(task: TaskConfig, sheet: JoinedSheet) -> list[str]:
         remarks += [
             f"does {number:g} in column {name!r} mean unknown? Then leave these cells empty"
             for number in apart
-            if CODE_OF_UNKNOWN.fullmatch(f"{number:g}")
+            if UNKNOWN_CODE.fullmatch(f"{number:g}")
         ]
     return remarks
 
 
 def _counts_text(task: TaskConfig, y_RK: Array) -> str:
-    """Says what the labels are taken for, and how many records have each."""
+    """Returns a text with the label columns, their kind, and how many records have each label."""
     unknown = int(np.isnan(y_RK).all(1).sum())
     positive = (y_RK > 0).sum(0)
     if task.kind == "binary":
@@ -141,7 +147,7 @@ def _counts_text(task: TaskConfig, y_RK: Array) -> str:
 
 
 def _remarks_on_words(task: TaskConfig, sheet: JoinedSheet) -> list[str]:
-    """Remarks on the words that were taken for 0 and for 1."""
+    """Returns a remark on which words were read as 0 and which as 1."""
     cells = {str(cell).lower() for name in task.columns for cell in sheet.cells[name].unique()}
     if task.positive:
         return [f"{task.positive} in column {task.columns[0]!r} is 1, all other values are 0"]

@@ -1,4 +1,5 @@
-"""A sheet of labels: its columns, and what its cells hold.
+"""Reads a label sheet: its label columns, and which of its cells are words, numbers or missing
+values.
 
     cells = read_sheet(task)                        # all columns as text, null where a cell is empty
     names = label_columns(task, "my.csv", cells)    # ("af", "lbbb"): neither names nor folds of records
@@ -21,9 +22,9 @@ from omnilead.engine.settings.errors import ConfigError, join_first_names
 
 from .config import TaskConfig
 
-SURVIVAL_COLUMNS = ("time", "event")  # columns of survival
+SURVIVAL_COLUMNS = ("time", "event")  # label columns of a survival task
 FOLD_COLUMNS = ("fold", "split")
-# No and yes as people and spreadsheets write them, in lower case, by language
+# Words for no and for yes as people and spreadsheets write them, in lower case, by language
 NO_AND_YES = {
     "numbers and signs": ("0 0.0 -", "1 1.0 +"),
     "English": ("no n false negative", "yes y true positive"),
@@ -42,11 +43,12 @@ BOOLEANS: dict[str, int] = {}
 for _no, _yes in NO_AND_YES.values():
     BOOLEANS |= dict.fromkeys(_no.split(), 0) | dict.fromkeys(_yes.split(), 1)
 ROW_NUMBERS = re.compile(r"|Unnamed: \d+")  # names that pandas gives to a column of row numbers
-MAX_VALUES = 100  # classes of multiclass, and folds
+MAX_VALUES = 100  # limit for the classes of a multiclass task, and for the folds of a sheet
 
 
 def read_sheet(task: TaskConfig, where: str = "") -> pa.Table:
-    """Reads a sheet as text. `where`: data.where, whose columns are used, too."""
+    """Returns the label table of a task, all cells as text. `where` is data.where, whose columns
+    are used, too."""
     used = task.columns and (*task.columns, *re.findall(r"\w+", where))
     try:
         return read_table(task.labels, used=used)
@@ -55,7 +57,8 @@ def read_sheet(task: TaskConfig, where: str = "") -> pa.Table:
 
 
 def label_columns(task: TaskConfig, sheet: str, cells: pa.Table) -> tuple[str, ...]:
-    """Returns the columns that the task names, or else all that hold labels."""
+    """Returns the columns that the task names or, if it names none, all columns that hold
+    labels."""
     available = tuple(
         name
         for name in cells.column_names
@@ -75,19 +78,21 @@ def label_columns(task: TaskConfig, sheet: str, cells: pa.Table) -> tuple[str, .
 
 
 def columns_hint_parts(columns: Sequence[str]) -> tuple[str, str]:
-    """Says what to type for these label columns, as parts of an error; commands with several tasks
-    have no --columns."""
+    """Returns the parts of an error that say how to choose these label columns: by --columns or,
+    for commands that take several tasks and have no --columns, in a YAML task."""
     in_yaml = f"or columns: [{', '.join(columns)}] in a YAML task"
     return Flag("--columns"), f" {' '.join(columns)}, {in_yaml}"
 
 
 def has_plus(cells: pa.Table, columns: Sequence[str]) -> bool:
-    """True if any of these columns has a cell +: a cell - beside it is no, not a missing value."""
+    """Returns True if any of these columns has a cell "+". A cell "-" beside it means no, not a
+    missing value."""
     return any(pc.any(pc.equal(cells[name], "+")).as_py() for name in columns)
 
 
 def may_be_missing(column: pa.ChunkedArray, minus_is_no: bool) -> pa.ChunkedArray:
-    """bool: True for cells with a word, such as NA, that may mean that there is no value."""
+    """Returns a bool for each cell: True for a word, such as NA, that may stand for a missing
+    value. With `minus_is_no`, "-" is not one of these words."""
     is_word = missing_words(column)
     if minus_is_no:
         is_word = pc.and_not(is_word, pc.fill_null(pc.equal(column, "-"), False))
@@ -95,7 +100,7 @@ def may_be_missing(column: pa.ChunkedArray, minus_is_no: bool) -> pa.ChunkedArra
 
 
 def quote_words(words: pa.ChunkedArray) -> str:
-    """Lists the different words for a message."""
+    """Returns the distinct words, quoted and joined, for a message."""
     return join_first_names(
         [repr(word) for word in sorted(words.unique().to_pylist())], NAMES_IN_MESSAGE
     )
@@ -109,7 +114,7 @@ def are_numbers(values: Sequence[str]) -> bool:
 
 
 def sort_values(values: Sequence[str]) -> list[str]:
-    """Sorts values, as numbers if all are numbers."""
+    """Returns the values sorted, by size if all are numbers."""
     if are_numbers(values):
         return sorted(values, key=lambda value: (float(value), value))
     return sorted(values)

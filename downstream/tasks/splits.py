@@ -19,9 +19,10 @@ from .kinds import Array
 from .people import People
 from .sheet import MAX_VALUES, sort_values
 
-SPLITS = ("", "train", "valid", "test")  # the index is the split's number
+SPLITS = ("", "train", "valid", "test")  # the number of a split is its index
 TRAIN, VALID, TEST = 1, 2, 3
-SPLIT_OF = {
+# Numbers of the splits by the names that tables and roles use for them
+SPLIT_NUMBERS = {
     "": 0,
     "train": 1,
     "valid": 2,
@@ -35,8 +36,8 @@ SPLIT_OF = {
 
 
 class Splits(NamedTuple):
-    split_N: Array  # the split of each crop of all datasets, as in SPLITS; 0: none
-    folds: Any  # task.folds
+    split_N: Array  # for each crop of all datasets, its split as an index into SPLITS; 0: none
+    folds: Any  # task.folds, or the default folds
     remarks: Sequence[str] = ()
 
 
@@ -56,14 +57,14 @@ def split_crops(
         return Splits(np.concatenate(split_by_role(datasets, "dx_role")), task.folds)
     if how == "column" and not columns:
         raise ConfigError(
-            f"{sheet.name}: task.split=column, but it has neither `fold` nor `split`: use "
-            "task.split=8:1:1"
+            f"{sheet.name}: task.split=column needs a column `fold` or `split`, but there is none: add "
+            "it, or use task.split=8:1:1"
         )
     if how == "column":
         split_N, folds = _splits_and_folds(task, sheet, columns[0], labelled_N, people)
     else:
         folds = {}
-        # patients whom data.hold_out holds out come first, and are in test
+        # data.hold_out chooses the patients with the lowest hashes, who are in test here
         split_N = TEST - np.digitize(uniform_hashes(people.names), (0.1, 0.2))[people.owner_N]
     without_copies_N = _without_copies(split_N, datasets, labelled_N)
     remarks = []
@@ -77,18 +78,19 @@ def split_crops(
 
 
 def split_by_role(datasets: Sequence[Dataset], role: str) -> list[Array]:
-    return [_numbers_of_splits(dataset.table([role])[role]) for dataset in datasets]
+    return [_split_numbers(dataset.table([role])[role]) for dataset in datasets]
 
 
-def _numbers_of_splits(names: pa.ChunkedArray) -> Array:
-    """Returns the number of each split; 0 for an empty name, -1 for an unknown one."""
-    place = index_in(pc.utf8_lower(pc.fill_null(names, "")), pa.array(SPLIT_OF))
-    return np.asarray(np.array([*SPLIT_OF.values(), -1], np.int8)[place])
+def _split_numbers(names: pa.ChunkedArray) -> Array:
+    """Returns the number of the split with each of these names; 0 for an empty name, -1 for an
+    unknown one."""
+    place = index_in(pc.utf8_lower(pc.fill_null(names, "")), pa.array(SPLIT_NUMBERS))
+    return np.asarray(np.array([*SPLIT_NUMBERS.values(), -1], np.int8)[place])
 
 
 def _without_copies(split_N: Array, datasets: Sequence[Dataset], labelled_N: Array) -> Array:
-    """Drops copies of test ECGs from training and validation, and copies of validation ECGs from
-    training: their split becomes 0."""
+    """Returns the splits without copies of held-out ECGs, whose split becomes 0: copies of test
+    ECGs in training and validation, and copies of validation ECGs in training."""
     waveform_N = np.concatenate([dataset.column("waveform") for dataset in datasets])
     split_N = split_N.copy()
     for side in (TEST, VALID):
@@ -101,23 +103,24 @@ def _without_copies(split_N: Array, datasets: Sequence[Dataset], labelled_N: Arr
 def _splits_and_folds(
     task: TaskConfig, sheet: JoinedSheet, column: str, labelled_N: Array, people: People
 ) -> tuple[Array, Any]:
-    """Returns the split of each crop, and task.folds; ConfigError if a patient is in two folds."""
+    """Returns the split of each crop, and the folds of each split. Raises ConfigError if a patient
+    is in two folds."""
     cells = sheet.cells[column].combine_chunks().dictionary_encode()
     values: list[str] = cells.dictionary.to_pylist()
     if len(values) > MAX_VALUES:
         raise ConfigError(
-            f"{sheet.name}: {column} has {len(values):,} values: use at most {MAX_VALUES}"
+            f"{sheet.name}: column {column!r} has {len(values):,} values: use at most {MAX_VALUES}"
         )
     folds: Any = task.folds
     if column == "split":
-        split_of_value = _numbers_of_splits(pa.chunked_array([cells.dictionary]))
+        split_of_value = _split_numbers(pa.chunked_array([cells.dictionary]))
         if (split_of_value < 0).any():
             wrong = values[int(split_of_value.argmin())]
             raise ConfigError(f"{sheet.name}: split {wrong!r}: write train, valid or test")
     else:
         folds = folds or _default_folds(sheet.name, values)
         split_of_value = _splits_of_folds(folds, values)
-    empty = len(values)  # the value of an empty cell, and of a crop without a row
+    empty = len(values)  # stands for an empty cell, and for a crop without a row
     value_of_row = pc.fill_null(cells.indices, empty).to_numpy(zero_copy_only=False)
     value_N = np.append(value_of_row, empty)[np.concatenate(sheet.row_of_crop)]
     counts_N = labelled_N & (value_N != empty)
@@ -135,7 +138,8 @@ def _splits_and_folds(
 def _patient_and_two_folds(
     patient_N: Array, fold_N: Array, shape: tuple[int, int]
 ) -> tuple[int, list[int]]:
-    """Returns the first patient with several folds, and two of these."""
+    """Returns the first patient who is in several folds, and two of these folds. The folds are
+    empty if there is no such patient."""
     is_in = np.zeros(shape, bool)
     is_in[patient_N, fold_N] = True
     patient = int((is_in.sum(1) > 1).argmax())
@@ -144,7 +148,8 @@ def _patient_and_two_folds(
 
 
 def _default_folds(sheet: str, values: list[str]) -> dict[str, tuple[str, ...]]:
-    """Returns task.folds if none are given: the last is test, the one before it valid."""
+    """Returns the folds of each split if task.folds names none: the last fold is test, the one
+    before it valid, and the others are train."""
     ordered = sort_values(values)
     if len(ordered) < 3:
         raise ConfigError(
@@ -155,10 +160,11 @@ def _default_folds(sheet: str, values: list[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _splits_of_folds(folds: Any, values: list[str]) -> Array:
-    """Returns the split of each value; 0 where task.folds does not name it."""
+    """Returns the number of the split of each fold in `values`; 0 for folds that `folds` does not
+    name."""
     split_of: dict[str, int] = {}
     for split, names in folds.items():
-        split_of |= dict.fromkeys(names, SPLIT_OF[split])
+        split_of |= dict.fromkeys(names, SPLIT_NUMBERS[split])
     # pandas writes whole numbers as 1.0 in a column with empty cells
     splits = [split_of.get(v, split_of.get(v.removesuffix(".0"), 0)) for v in values]
     return np.array(splits, np.int8)

@@ -22,7 +22,7 @@ from .join import JoinedSheet
 from .kinds import KINDS, Array
 from .sheet import BOOLEANS, MAX_VALUES, are_numbers, columns_hint_parts, quote_words, sort_values
 
-SHOWN_CLASSES = 10  # a message types out no more classes
+MAX_SHOWN_CLASSES = 10  # a message lists at most this many classes
 
 
 def task_outputs_and_values(
@@ -35,7 +35,7 @@ def task_outputs_and_values(
         )
     if KINDS[task.kind].one_column and len(task.columns) != 1:
         raise ConfigError(
-            f"{sheet.name}: a {task.kind} task has one column, not {', '.join(task.columns)}: ",
+            f"{sheet.name}: a {task.kind} task has one label column, not {', '.join(task.columns)}: ",
             *columns_hint_parts(["NAME"]),
         )
     if task.positive:
@@ -50,7 +50,8 @@ def task_outputs_and_values(
 
 
 def _positive_column(task: TaskConfig, sheet: JoinedSheet) -> Array:
-    """[rows, 1]: 1 where the cell is task.positive, 0 where it is another, NaN where it is empty."""
+    """Returns [rows, 1]: 1 where the cell is task.positive, 0 where it holds another value, NaN
+    where it is empty."""
     (name,) = task.columns
     column = sheet.cells[name].combine_chunks()
     values = column.drop_null().unique().to_pylist()
@@ -58,15 +59,15 @@ def _positive_column(task: TaskConfig, sheet: JoinedSheet) -> Array:
     positive = task.positive if task.positive in values else typed.get(task.positive)
     if positive is None:
         raise ConfigError(
-            f"{sheet.name}: column {name!r} has no {task.positive!r}, which counts as 1: it holds "
-            f"{join_first_names(list(map(repr, sort_values(values))), SHOWN_CLASSES)}"
+            f"{sheet.name}: column {name!r} has no {task.positive!r}, which is to count as 1: choose "
+            f"one of its values {join_first_names(list(map(repr, sort_values(values))), MAX_SHOWN_CLASSES)}"
         )
     y_R = pc.cast(pc.equal(column, positive), pa.float32())
     return np.asarray(y_R.to_numpy(zero_copy_only=False))[:, None]
 
 
 def _classes_in_data(task: TaskConfig, sheet: JoinedSheet) -> tuple[str, ...]:
-    """Returns the values of records that are in the data, sorted."""
+    """Returns the values of the label column that occur among the records in the data, sorted."""
     (name,) = task.columns
     cells = sheet.cells[name].combine_chunks().take(pa.array(sheet.used_rows))
     classes = sort_values(pc.drop_null(cells).unique().to_pylist())
@@ -77,30 +78,30 @@ def _classes_in_data(task: TaskConfig, sheet: JoinedSheet) -> tuple[str, ...]:
 def _ask_whether_words_are_classes(
     sheet: str, column: str, cells: pa.Array, classes: Sequence[str]
 ) -> None:
-    """Raises an error if a class may be a word for a missing value: only the user knows."""
+    """Raises an error if a class may be a word for a missing value: only the user can tell."""
     words = cells.filter(missing_words(cells))
     if not len(words):
         return
     others = [name for name in classes if name not in words.unique().to_pylist()]
     raise ConfigError(
         f"{sheet}: {quote_words(words)} in column {column!r} ({len(words):,} rows): is it a class, or "
-        "unknown? If it is unknown, empty these cells; if it is a class, write another word; for a fine-tuning all "
-        "classes can be named: ",
-        Flag(f"--set 'task.classes={_classes_to_type(classes)}'"),
-        " or, if it is unknown, ",
-        Flag(f"--set 'task.classes={_classes_to_type(others)}'"),
+        "does it mean unknown? If it means unknown, empty these cells; if it is a class, write another word. A "
+        "fine-tuning can also name its classes: if it is a class, ",
+        Flag(f"--set 'task.classes={_classes_as_json(classes)}'"),
+        "; if it means unknown, ",
+        Flag(f"--set 'task.classes={_classes_as_json(others)}'"),
     )
 
 
-def _classes_to_type(classes: Sequence[str]) -> str:
-    return json.dumps(classes, ensure_ascii=False) if len(classes) <= SHOWN_CLASSES else "[...]"
+def _classes_as_json(classes: Sequence[str]) -> str:
+    return json.dumps(classes, ensure_ascii=False) if len(classes) <= MAX_SHOWN_CLASSES else "[...]"
 
 
 def _one_hot(task: TaskConfig, sheet: JoinedSheet) -> Array:
     (name,) = task.columns
     if len(task.classes) > MAX_VALUES:
         raise ConfigError(
-            f"{sheet.name}: {name} has {len(task.classes):,} values: use at most {MAX_VALUES} classes"
+            f"{sheet.name}: column {name!r} has {len(task.classes):,} classes: use at most {MAX_VALUES}"
         )
     column = sheet.cells[name].combine_chunks()
     code_R = index_in(column, pa.array(task.classes, pa.string()))
@@ -109,14 +110,17 @@ def _one_hot(task: TaskConfig, sheet: JoinedSheet) -> Array:
     other_R = used_R & filled_R & (code_R < 0)
     if other_R.any():
         cell = _describe_cell(sheet, name, int(other_R.argmax()))
-        raise ConfigError(f"{cell} is not one of its classes {', '.join(task.classes)}")
+        raise ConfigError(
+            f"{cell} is not one of the classes {', '.join(task.classes)}: correct it, or task.classes"
+        )
     y_RK = (code_R[:, None] == np.arange(len(task.classes))).astype(np.float32)
     y_RK[code_R < 0] = np.nan
     return np.asarray(y_RK)
 
 
 def _signed_times(task: TaskConfig, sheet: JoinedSheet) -> Array:
-    """[rows, 1]: the time of the event; negative: of the last contact without it."""
+    """Returns [rows, 1]: the time of the event or, if there was none, minus the time of the last
+    contact."""
     if len(task.columns) != 2:
         raise ConfigError(
             f"{sheet.name}: a survival task has two columns, the time and whether the event "
@@ -139,7 +143,8 @@ def _column_values(kind: TaskKind, sheet: JoinedSheet, name: str) -> Array:
         values = [BOOLEANS.get(text.lower(), np.inf) for text in texts]
     else:
         values = [float(text) if are_numbers([text]) else np.inf for text in texts]
-    with np.errstate(over="ignore"):  # too large for float32: infinite, which is refused
+    # a number too large for float32 becomes infinite, which is refused
+    with np.errstate(over="ignore"):
         numbers = np.array([*values, np.nan], np.float32)
     empty = len(texts)
     number_R = numbers[pc.fill_null(cells.indices, empty).to_numpy(zero_copy_only=False)]

@@ -140,7 +140,10 @@ def test_the_leads_of_our_model_come_back(channels, tmp_path):
 
 @pytest.mark.parametrize(
     ("leads", "seen", "says"),
-    [("II,I", "II,I", "keeps the usual order"), ("I,II", "I", "it was trained on some")],
+    [
+        ("II,I", "II,I", "has leads in the usual order only"),
+        ("I,II", "I", "it was trained on some"),
+    ],
 )
 def test_leads_that_their_settings_cannot_name(leads, seen, says, tmp_path, capsys):
     preprocessing = {"leads": leads.split(","), "seen": seen.split(",")}
@@ -221,7 +224,7 @@ HARMS = {
     "quantised": (lambda: weight("mask_emb", torch.quantize_per_tensor(torch.ones(9), 1.0, 0, torch.qint8)), "is torch.qint8"),
     "meta": (lambda: weight("mask_emb", torch.empty(24, device="meta")), "mask_emb is torch."),
     "sparse": (lambda: weight("mask_emb", torch.ones(24).to_sparse()), "mask_emb is torch."),
-    "no settings": (lambda: {"cfg": {}}, "no model settings"),
+    "no settings": (lambda: {"cfg": {}}, "has no settings of a model"),
     "pre-norm": (lambda: setting(layer_norm_first=True), "layer_norm_first"),
     "long value": (lambda: setting(extractor_mode="x" * 100_000), "must be default or layer_norm"),
     "code": (lambda: setting(conv_feature_layers="__import__('os').getcwd()"), "conv_feature_layers"),
@@ -388,12 +391,12 @@ REFUSED = {
     "other names": (under("x_", net()), NET, [], "0 of 7 weights fit: 7 missing: conv.weight"),
     "other prefix": (net(), NET, ["--prefix", "b."], "norm.bias and 3 more; left over: 7 unexpected: conv.weight"),
     "missing": ({n: w for n, w in net().items() if n != "norm.bias"}, NET, [], "6 of 7 weights fit: 1 missing: norm.bias"),
-    "two networks": (under("a.", net()) | under("b.", net()), NET, [], "under ['a.', 'b.']: choose with --prefix"),
-    "NaN": (net() | BROKEN, NET, [], "w.pt: conv.weight has NaN or infinity"),
-    "quantised": (net() | {"conv.weight": torch.ones(16, 12, 8).char()}, NET, [], "w.pt: conv.weight is torch.int8"),
+    "two networks": (under("a.", net()) | under("b.", net()), NET, [], "under several prefixes, ['a.', 'b.']: choose one with"),
+    "NaN": (net() | BROKEN, NET, [], "w.pt: the weight conv.weight has NaN or infinity"),
+    "quantised": (net() | {"conv.weight": torch.ones(16, 12, 8).char()}, NET, [], "w.pt: the weight conv.weight is torch.int8"),
     "sparse": (net() | {"conv.weight": torch.zeros(16, 12, 8).to_sparse()}, NET, [], "w.pt: "),
     "unused": (net(), NET.replace("self.norm(self.conv(x))", "x[:, :1].expand(-1, 16, -1)"), [],
-        "still that of the freshly built class"),
+        "loading them does not change the embedding"),
     "layout": (net(), NET.replace("self.conv(x)", "self.conv(x.transpose(1, 2))"), [], "RuntimeError"),
     "vector": (net(), NET.replace(".transpose(1, 2)", ".mean(2)"), [], "forward returns the shape [4, 16]"),
     "length": (net(), SHORT, [], "AttributeError: 'NoneType'"),
@@ -490,7 +493,7 @@ def test_a_constructor_must_not_load_weights(tmp_path, capsys):
     """Neither the same ones, nor those of another file, which the model folder would need."""
     loads = f"        self.load_state_dict(torch.load({str(tmp_path / 'w.pt')!r}))\n"
     source = NET.replace(LAST, LAST + loads)
-    why = "still that of the freshly built class"
+    why = "loading them does not change the embedding"
     assert why in refused(capsys, *from_torch(tmp_path, net(), source=source))
     mean = tmp_path / "mean.pt"
     torch.save(torch.ones(1), mean)

@@ -28,7 +28,7 @@ from omnilead.downstream import convert, embed, evaluate, predict
 from omnilead.downstream.finetune import main
 from omnilead.downstream.finetuning import task as finetuning_task
 from omnilead.downstream.finetuning.choose_settings import read_settings
-from omnilead.downstream.finetuning.start import read_start, select_leads
+from omnilead.downstream.finetuning.start import read_start_model, select_leads
 from omnilead.downstream.finetuning.task import FinetuneTask, make_targets
 from omnilead.downstream.reports import run_report
 from omnilead.downstream.reports.page import metric_title
@@ -221,7 +221,7 @@ def test_fine_tuning_begins_at_a_probe(tuned, tune, dataset, base, saved_model, 
     for says, changes in (
         ("has no linear layer: omnilead fit", {"start": str(base)}),
         ("the labels are multilabel: AF", {"start": str(saved_model(head=age))}),
-        ("bf16: with task.head=start and the read-out rhythm", {"train__precision": "bf16"}),
+        ("bf16 would round the head of task.head=start", {"train__precision": "bf16"}),
     ):
         assert says in tune("diagnosis", "bad", **at_probe | changes).one_line()
 
@@ -353,7 +353,7 @@ def test_random_weights_of_a_pretraining_file(tune, tuned, tmp_path):
 
 
 def test_fewer_channels_are_the_same_as_zeros(base):
-    begin, there = read_start(str(base)), torch.tensor([0, 1, 7])
+    begin, there = read_start_model(str(base)), torch.tensor([0, 1, 7])
     x_RLT = torch.randn(3, 12, 2500, generator=torch.Generator().manual_seed(1))
     few = x_RLT[:, there]
     outputs = []
@@ -365,7 +365,9 @@ def test_fewer_channels_are_the_same_as_zeros(base):
         outputs.append(encoder(x))
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
     other = replace(begin.input, leads=(7, 0, 1))
-    with pytest.raises(ConfigError, match=r"takes them as V2,I,II: reorder .* --leads I,II,V2$"):
+    with pytest.raises(
+        ConfigError, match=r"takes the leads as V2,I,II: reorder .* --leads I,II,V2$"
+    ):
         select_leads(begin._replace(input=other, kind=None), config)
 
 
@@ -514,11 +516,11 @@ def test_invalid_settings_are_one_line(tune, tuned, archive, tmp_path):
         ("no crop with identity=train", {**data, "task__kind": "identity"}),
         ("start='': name a pre-trained", {"start": ""}),
         ("no such folder", {"start": str(tmp_path / "nothing")}),
-        ("was trained on I,II only", {"start": two, "augment__leads": "3"}),
+        ("was trained on the leads I,II only", {"start": two, "augment__leads": "3"}),
         ("task.kind", {"task__kind": "sex"}),
         ("use halves", {"pipeline__views": "window"}),
         ("encoder.dropout=1.5: input should be", {"encoder__dropout": 1.5}),
-        ("task.folds: would be ignored", {"task__folds": {"train": [1], "test": [2]}}),
+        ("task.folds would be ignored", {"task__folds": {"train": [1], "test": [2]}}),
         ("compares the patients of a", {"task__kind": "survival", "train__micro_batch": 1}),
     ]
     for kind in ("regression", "survival", "identity"):
@@ -685,7 +687,7 @@ def test_the_risk_of_a_fast_heart_is_found(deaths, tuned, tune, dataset, base, t
     assert "no event in validation: the newest checkpoint counts as the best" in said
     path.write_text(re.sub(r",1,train", ",0,train", path.read_text()))
     line = tune("diagnosis", "none", **how).one_line()
-    assert "the training split has no event: nothing to learn" in line
+    assert "the training split has no event, so there is nothing to learn" in line
 
 
 def test_the_first_best_step_is_exported_and_training_stops(tuned, tmp_path, monkeypatch):
@@ -821,5 +823,5 @@ def test_no_command_runs_a_payload(base, saved_model, tmp_path, capsys):
         assert out == "" and err.count("\n") == 1
     for begin in (run, weights, named.parent):
         with pytest.raises(LoadError):
-            read_start(str(begin))
+            read_start_model(str(begin))
     assert not trace.exists()

@@ -13,7 +13,7 @@ from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.ecg.mean_beat import MEASUREMENTS, RHYTHM_MEASUREMENTS, measurements
 from omnilead.downstream.inference.commands import load_model_and_precision
 from omnilead.downstream.interop.onnx import to_onnx
-from omnilead.downstream.tasks.readout import BEATS_S, parse_readout, read_out, readout_width
+from omnilead.downstream.tasks.readout import BEAT_OFFSETS_S, parse_readout, read_out, readout_width
 from omnilead.engine.settings.errors import ConfigError, OutputError
 from tests.conftest import save_model, save_probed
 from tests.data_tools.test_mean_beat import REGULAR, ecg
@@ -37,7 +37,7 @@ def test_tokens_around_the_beats():
     c_RND = torch.from_numpy(since_s.astype(np.float32))[None, :, None]
     mv_RLT = torch.from_numpy(ecg(beats_s)[None] / 1000)
     (found,) = read_out(parse_readout("beats"), c_RND, mv_RLT).numpy()
-    np.testing.assert_allclose(found, BEATS_S, atol=0.06)
+    np.testing.assert_allclose(found, BEAT_OFFSETS_S, atol=0.06)
     nothing = read_out(parse_readout("beats"), c_RND, torch.zeros(1, 12, 5000))
     assert nothing.isfinite().all()
 
@@ -89,7 +89,7 @@ def test_a_probe_of_one_lead_uses_no_other(dataset, tmp_path):
 
 @pytest.mark.parametrize("text", ["loud", "mean+mean", "mean+", "+"])
 def test_unknown_parts_are_refused(text):
-    with pytest.raises(ConfigError, match="join different parts by"):
+    with pytest.raises(ConfigError, match="join one or more of these by"):
         parse_readout(text)
 
 

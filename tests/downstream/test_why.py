@@ -64,7 +64,7 @@ def test_of_a_linear_model_a_lead_adds_its_samples_times_the_weights(name, tmp_p
     part_RLT = x_RLT * weight_L10.repeat(1, 100) / 100 * HEADS[name].get("scale", [1.0])[0]
     expected = part_RLT.sum(2).mean(0)[[1, 6]].tolist()
     value = model.predict(mv_LT, 250, "II,V1")[name]
-    output, added = why.output_and_falls([1, 6], model, x_RLT, 0)
+    output, added = why.output_and_drops([1, 6], model, x_RLT, 0)
     assert output == pytest.approx(value, abs=1e-4) and added == pytest.approx(expected, abs=1e-4)
 
     words = ["show", tmp_path / "a.npy", "--fs", 250, "--leads", "II,V1", "--code", "--why", name]
@@ -100,7 +100,7 @@ def test_a_lead_adds_what_predict_loses_without_it(dataset, tmp_path, capsys):
     assert f"\n  V2  {logit - without:+7.2f}\n" in said
     assert (tmp_path / "a.png").stat().st_size > 10_000
     for change, says in (
-        (["--why", "X"], "--why X: the model's outputs are M"),
+        (["--why", "X"], "--why X is no output of the model: choose one of M"),
         (["--why", "M", "--crop", "9999"], "the dataset has crops 0 to"),
         (["--why", "M", "--model", "small"], "the model was only pre-trained"),
     ):
@@ -150,7 +150,7 @@ def test_for_right_bundle_branch_block_v1_to_v3_add_most(tmp_path):
     firsts, shares = [], []
     for name in tested:
         x_RLT = model.segments(dataset[records.index(name)].signal_mv, 500, LEADS)
-        _, added = why.output_and_falls(range(12), model, x_RLT, 0)
+        _, added = why.output_and_drops(range(12), model, x_RLT, 0)
         firsts.append(LEADS[int(np.argmax(added))])
         positive = np.maximum(added, 0)
         shares.append(positive[6:9].sum() / positive.sum())

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from omnilead.downstream.interop.fairseq import (
     fairseq_names,
     fairseq_settings,
-    norm_spelling,
     read_model_config,
+    weight_norm_spelling,
     weights_from_fairseq,
     weights_to_fairseq,
 )
@@ -210,7 +210,7 @@ def test_names_are_exact_both_ways(conv_norm):
     state = Pretrainer(config, ObjectiveConfig()).state_dict()
     for spelled in ("parametrizations", "weight_g"):
         there = weights_to_fairseq(state, config, spelled)
-        assert norm_spelling(there) == spelled
+        assert weight_norm_spelling(there) == spelled
         assert "post_extract_proj.weight" not in there  # features are as wide as the encoder
         back = weights_from_fairseq(there, config)
         assert back.keys() == state.keys() == fairseq_names(config).keys()

@@ -284,12 +284,12 @@ def test_regression_agrees_with_loops(n, seed):
 Y, P = rows("AF", "NSR"), np.full((2, 26), 0.25)
 BAD = {
     "NaN": (Y, Y, np.where(Y, np.nan, P), "2 of 52 scores are NaN"),
-    "a label that is 2": (Y * 2, Y, P, "labels: 2 of 52 are neither 0 nor 1"),
-    "scores as outputs": (Y, P, P, "outputs: 52 of 52 are neither 0 nor 1"),
-    "too few classes": (Y[:, :5], Y[:, :5], P[:, :5], r"labels of shape \[2, 5\]"),
-    "no rows": (Y[:0], Y[:0], P[:0], r"labels of shape \[0, 26\]"),
-    "another number of rows": (Y, Y[:1], P, "2 rows of labels and 1 of outputs"),
-    "other scores": (Y, Y, P[:1], r"scores of shape \[1, 26\] for labels of shape \[2, 26\]"),
+    "a label that is 2": (Y * 2, Y, P, "labels: 2 of 52 values are neither 0 nor 1"),
+    "scores as outputs": (Y, P, P, "outputs: 52 of 52 values are neither 0 nor 1"),
+    "too few classes": (Y[:, :5], Y[:, :5], P[:, :5], r"labels have shape \[2, 5\]"),
+    "no rows": (Y[:0], Y[:0], P[:0], r"labels have shape \[0, 26\]"),
+    "another number of rows": (Y, Y[:1], P, "labels have 2 rows, but outputs have 1"),
+    "other scores": (Y, Y, P[:1], r"scores have shape \[1, 26\], but labels have shape"),
 }
 
 
@@ -363,8 +363,8 @@ def test_bad_embeddings_are_an_error_of_one_line():
     bad[1, 2] = np.nan
     for gallery, n, probes, message in (
         (good, 3, bad, "1 of 3 probe embeddings are not finite"),
-        (good, 2, good, r"gallery of shape \[3, 4\] for 2 patients"),
-        (good[:0], 0, good, "n at least 1"),
+        (good, 2, good, r"gallery embeddings have shape \[3, 4\], for 2 patients"),
+        (good[:0], 0, good, "with at least one patient"),
     ):
         with pytest.raises(MetricError, match=message):
             identification_scores(gallery, range(n), probes, range(3))

@@ -14,7 +14,7 @@ import omnilead
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.ecg.crops import crop_count, prepare_crop
 from omnilead.data_tools.ecg.record import EcgRecord
-from omnilead.downstream.finetuning.start import read_start
+from omnilead.downstream.finetuning.start import read_start_model
 from omnilead.downstream.inference.trained_model import cut_crops
 from omnilead.engine.data.seen import unknown_seen_record
 from omnilead.engine.model.config import ObjectiveConfig
@@ -218,7 +218,7 @@ def test_incomplete_documents_are_read(saved_model):
     content = document(folder)
     del content["model"]["leads"]
     write_config(folder, content | {"trained": None})
-    assert omnilead.load(folder).history == {} and read_start(str(folder)).seen.equals(
+    assert omnilead.load(folder).history == {} and read_start_model(str(folder)).seen.equals(
         unknown_seen_record()
     )
 

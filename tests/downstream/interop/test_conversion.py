@@ -265,9 +265,9 @@ def test_leads_and_kind_are_inferred_or_refused(tmp_path, capsys):
 {"sample_rate": 25}                      | | fs_hz=25: must be 50 to 2000
 {"leads_to_load": "[0, 12]"}             | | leads_to_load=.* must be a list of lead names or
 {"leads_to_load": "__import__('os')"}    | | task.leads_to_load=
-{} | --classes A,B          | 2 names: must be 3, in the order of the outputs
-{} | --classes A,B,A        | 2 names: must be 3
-{} | --classes {}/names.txt | 2 names: must be 3
+{} | --classes A,B          | 2 names, but the classifier has 3 outputs: give a different name for each
+{} | --classes A,B,A        | 2 names, but the classifier has 3
+{} | --classes {}/names.txt | 2 names, but the classifier has 3
 {} | --classes A            | only pre-trained, without a classifier
 {} | --classes no.csv       | no.csv: .*No such file.*: give a CSV with a column `name`
 {} | --fs 0                 | fs_hz=0

@@ -140,7 +140,10 @@ def other(name, change):
 
 FIRST = f"{LAYER_PREFIX}.0.{KERNEL}"
 HARMS = {
-    "no network": (lambda state: state.clear(), "0 weights end in encoder.layers.0.0.weight"),
+    "no network": (
+        lambda state: state.clear(),
+        "0 weights instead of one have a name that ends in",
+    ),
     "missing": (
         lambda state: state.pop(f"{NORM_PREFIX}.1.bias"),
         f"1 missing: {NORM_PREFIX}.1.bias",
@@ -151,15 +154,15 @@ HARMS = {
     ),
     "another shape": (
         other(f"{NORM_PREFIX}.1.bias", lambda w: w[:5]),
-        f"{NORM_PREFIX}.1.bias is [5], not [16]",
+        f"{NORM_PREFIX}.1.bias has shape [5], not [16]",
     ),
     "turned round": (
         other(f"{LAYER_PREFIX}.1.output_linear.0.weight", lambda w: w.T),
-        "output_linear.0.weight is [16, 32], not [32, 16]",
+        "output_linear.0.weight has shape [16, 32], not [32, 16]",
     ),
     "another A": (other(f"{FIRST}.w", lambda w: w * 1.1), f"{FIRST}.w is not that of HiPPO-LegS"),
     "another B": (other(f"{FIRST}.B", lambda b: -b), f"{FIRST}.B is not that of HiPPO-LegS"),
-    "no S4": (lambda state: state.pop(f"{FIRST}.C"), "no weights of S4"),
+    "no S4": (lambda state: state.pop(f"{FIRST}.C"), "some weights of S4 are missing"),
     "integers": (other(f"{FIRST}.C", lambda c: c.long()), "is torch.int64"),
     "NaN": (other(f"{FIRST}.C", lambda c: c * torch.nan), "has NaN or infinity"),
 }

@@ -62,7 +62,7 @@ def test_options_of_a_head():
     own = build_head("own.py:Hidden", {"size": 3}, 32, 5, kind=Hidden)
     assert own[0].out_features == 3
     for head in ("", "start"):
-        with pytest.raises(ConfigError, match="a linear layer takes no options"):
+        with pytest.raises(ConfigError, match="the linear layer takes no options"):
             TaskConfig(head=head, head_options={"heads": 4})
 
 

@@ -78,7 +78,9 @@ def test_which_of_two_values_is_positive_is_asked(values, tables):
     expected = dict(zip(tables.records, cycle([0, 1]), strict=False))
     assert known.y[0][:, 0].tolist() == [expected[name] for name in tables.dataset.column("record")]
     assert f"{path}: {second} in column 'v' is 1, all other values are 0" in known.remarks
-    with pytest.raises(ConfigError, match="column 'v' has no 'x', which counts as 1: it holds"):
+    with pytest.raises(
+        ConfigError, match="column 'v' has no 'x', which is to count as 1: choose one of"
+    ):
         tables.read_file(positive="x")
     with pytest.raises(ConfigError, match="is for kind binary, not multiclass"):
         tables.read_file(positive=second, kind="multiclass")
@@ -96,7 +98,9 @@ def test_one_of_several_values_can_be_the_positive_one(tables):
 def test_a_word_beside_the_positive_value_is_asked_about(tables):
     rows = list(zip(tables.records, cycle(["AF", "none"]), strict=False))
     path = tables.write("record|v", rows)
-    with pytest.raises(ConfigError, match=r"'none' .* Empty these cells .* write 0 for not AF"):
+    with pytest.raises(
+        ConfigError, match=r"'none' .* empty these cells. If it means not AF, write 0"
+    ):
         guess_kind(TaskConfig(labels=path, positive="AF"))
     tables.write("record|v", zip(tables.records, cycle(["AF", "0"]), strict=False))
     assert guess_kind(TaskConfig(labels=path, positive="AF")).kind == "binary"
@@ -246,7 +250,7 @@ def test_a_class_that_may_mean_a_missing_value_is_asked_about(word, tables):
     task = guess_kind(TaskConfig(labels=path))
     assert task.kind == "multiclass"
     names = sorted([word, "AF", "AVB", "SR"])
-    asked = rf"'{word}' in column 'v' (36 rows): is it a class, or unknown? .* --set 'task.classes="
+    asked = rf"'{word}' in column 'v' (36 rows): is it a class, or does it mean unknown? .* --set 'task.classes="
     asked = re.escape(asked).replace(r"\.\*", ".*") + re.escape(json.dumps(names))
     with pytest.raises(ConfigError, match=asked):
         read_task(task, [tables.dataset])
@@ -266,7 +270,9 @@ def test_a_class_that_may_mean_a_missing_value_is_asked_about(word, tables):
 def test_a_word_among_numbers_is_asked_about_and_then_unknown(cells, kind, tables):
     values = dict(zip(tables.records, cycle(cells), strict=False))
     task = TaskConfig(labels=tables.write("record|v", values.items()))
-    with pytest.raises(ConfigError, match=f"--kind {kind} if it is unknown, --kind multiclass if"):
+    with pytest.raises(
+        ConfigError, match=f"--kind {kind} if it means unknown, --kind multiclass if"
+    ):
         guess_kind(task)
     known = read_task(replace(task, kind=kind), [tables.dataset])
     expected = [values[name] for name in tables.dataset.column("record")]

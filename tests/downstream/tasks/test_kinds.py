@@ -11,7 +11,7 @@ from omnilead.downstream.tasks.kinds import (
     KINDS,
     best_thresholds,
     cox_loss,
-    sensitive_points,
+    sensitivity_points,
     sensitivity_sentences,
 )
 
@@ -86,7 +86,7 @@ def test_the_score_that_95_of_100_positives_reach(positives):
     y_N = rng.permutation(np.repeat([1.0, 0.0, NAN], (positives, 30, 9)))
     score_N = np.round(rng.normal(0.3 + 0.2 * np.nan_to_num(y_N), 0.1), 4)
     no_negative_N = np.where(y_N == 0, NAN, y_N)
-    points = sensitive_points(
+    points = sensitivity_points(
         np.stack([y_N, no_negative_N], 1), np.stack([score_N] * 2, 1), ("AF", "SR")
     )
     said = sensitivity_sentences(points, ("AF", "SR"))

@@ -80,5 +80,5 @@ def test_each_layer_has_its_share_of_the_learning_rate(encoder, tmp_path, monkey
         assert found.get(f"encoder.{name}") == expected, name
     assert found["head.weight"] == groups[-1][0] == 1
     single = Classifier(build_encoder(ModelConfig(encoder="listed.py:Single")), TaskConfig(), 5)
-    with pytest.raises(ConfigError, match=r"layer_decay=0\.5: Single has one layer"):
+    with pytest.raises(ConfigError, match=r"layer_decay=0\.5: Single has fewer than two layers"):
         lr_shares_and_weights(single, 0.5)

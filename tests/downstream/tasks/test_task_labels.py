@@ -47,7 +47,7 @@ def test_accepted_spellings_of_cells(mark, tables):
         rows.append((path, *cells[i % 5]))
     task = TaskConfig(labels=tables.write("Record |a, b|c", rows, mark, "utf-8-sig"))
     with pytest.raises(
-        ConfigError, match=r"'nan' in column 'c' \(36 .* --kind multilabel if it is"
+        ConfigError, match=r"'nan' in column 'c' \(36 .* --kind multilabel if it means"
     ):
         guess_kind(task)
     known = read_task(task, [tables.dataset])
@@ -242,7 +242,7 @@ split 'tset': write train                            | record,v,split / {0},1,tr
 'v' of record .*: '2' is not 0 or 1                  | record,v / {0},2
 'v' of record .*: '41,5' is not 0 or 1               | record;v / {0};41,5 / {1};0
 no record has a known label in v                     | record,v / {0}, / {1},nan
-one column, not v, w: --columns NAME, or columns: \[NAME\] in a YAML task | record,v,w / {0},1,1
+one label column, not v, w: --columns NAME, or columns: \[NAME\] in a YAML task | record,v,w / {0},1,1
 has no column of labels, only 'record', 'fold': add  | record,fold / {0},1
 columns are name, v: a column `record` must name .*: rename the column that has | name,v / {0},1
 columns are id, ef, af: a column `record` must name  | id;ef;af / {0};40,5;1 / {1};38,0;0
@@ -250,14 +250,14 @@ two columns are called 'v'                           | record,v,v / {0},1,1
 cannot be read as CSV or parquet                     | record,v / {0},1 / {1},1,2,3
 'v' of record .*: 'high' is not a number             | record,v / {0},high           | kind="regression"
 'v' of record .*: 'inf' is not a number              | record,v / {0},inf            | kind="regression"
-'v' of record .*: 'C' is not one of its classes A, B | record,v / {0},C | kind="multiclass", classes=("A", "B")
+'v' of record .*: 'C' is not one of the classes A, B | record,v / {0},C | kind="multiclass", classes=("A", "B")
 two columns, .*, not v: --columns TIME EVENT, or .*\[TIME, EVENT\] | record,v / {0},1 | kind="survival", columns=("v",)
 no column 'time': its label columns are v            | record,v / {0},1              | kind="survival"
 'time' of record .*: '0' is not a number above 0     | record,time,event / {0},0,1   | kind="survival"
 'time' of record .*: '1e-60' is not a number above 0 | record,time,event / {0},1e-60,1 | kind="survival"
 'event' of record .*: '2' is not 0 or 1              | record,time,event / {0},3,2   | kind="survival"
 no column 'w': its label columns are v               | record,v / {0},1              | columns=("w",)
-has neither `fold` nor `split`                       | record,v / {0},1              | split="column"
+needs a column `fold` or `split`, but there is none  | record,v / {0},1              | split="column"
 its labels are the dataset's patients                | record,v / {0},1              | kind="identity"
 task\.folds: '2' is in two splits | record,v / {0},1 | folds={"train": ("1", "2"), "test": ("2",)}
 no such file: name a CSV           |                  | labels="/nowhere.csv"
@@ -268,8 +268,8 @@ name one with --labels             |                  | labels="", kind="multila
 EACH = range(171)  # of the records
 MANY = "".join(f" / {{{i}}},{i}" for i in EACH)
 BAD += [
-    ("v has 171 values: use at most 100 classes", f"record,v{MANY}", 'kind="multiclass"'),
-    ("fold has 171 values: use at most 100", f"record,v,fold{MANY.replace(',', ',1,')}"),
+    ("column 'v' has 171 classes: use at most 100", f"record,v{MANY}", 'kind="multiclass"'),
+    ("column 'fold' has 171 values: use at most 100", f"record,v,fold{MANY.replace(',', ',1,')}"),
     ("the first line has a quote that is not closed", 'record,"v' + " / A,1" * 60_000),
     (
         r"patient .* is in folds \d and \d",
