@@ -28,7 +28,7 @@ from tests.waiting import HANG_S
 @pytest.mark.parametrize(
     ("head", "task", "pattern"),
     [
-        (None, "diagnosis", "no head, it is only pre-trained: fine-tune it"),
+        (None, "diagnosis", "is only pre-trained and has no head to score: fine-tune it"),
         (IDENTIFICATION, "diagnosis", "is fine-tuned for identification and has no head"),
         (
             DIAGNOSIS | {"classes": ["AF", "NSR"], "thresholds": [0.5] * 2},
