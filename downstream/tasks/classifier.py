@@ -105,7 +105,7 @@ def build_head(
         if list(y.shape) != [CHECKED_ROWS, outputs] or not y.isfinite().all():
             raise ConfigError(
                 f"the head returns {list(y.shape)}, or numbers that are not finite, for an input of shape "
-                f"{list(example.shape)}: must be finite and {[EXAMINED_ROWS, outputs]}"
+                f"{list(example.shape)}: must be finite and {[CHECKED_ROWS, outputs]}"
             )
         return head
 
