@@ -39,7 +39,7 @@ class AuthorsDraws(NamedTuple):
 
 
 def convert_draws(arrays: Mapping[str, np.ndarray], config: ModelConfig) -> Draws:
-    """Convert the authors' draws to those of omnilead.engine.model.draws."""
+    """Convert the random draws of the paper's authors' code to omnilead.engine.model.draws.Draws."""
     mask_RN = torch.from_numpy(arrays["mask_indices"])
     rows, masked = len(mask_RN), int(mask_RN.sum(1)[0])
     slot_RM, valid_RM = masked_slots(mask_RN, masked)

@@ -69,7 +69,7 @@ class LoopRun:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def loop_run(options: argparse.Namespace, work: Path) -> LoopRun:
+def loop_run_from_options(options: argparse.Namespace, work: Path) -> LoopRun:
     """Return the case for the options of the command line."""
     device = options.device
     model, batch = options.model or DEFAULT_MODEL[device], options.batch or DEFAULT_BATCH[device]
@@ -80,7 +80,7 @@ def loop_run(options: argparse.Namespace, work: Path) -> LoopRun:
 
 def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     dataset = make_dataset(work, options.records or 600, format="both")
-    base = loop_run(options, work)
+    base = loop_run_from_options(options, work)
     models = [base.model, *([] if options.model else MORE_MODELS[base.device])]
     cases: Cases = {}
     for model in models:

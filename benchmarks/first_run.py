@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     place = options.dir / "first_run.json"
     results: dict[str, Found] = read_json(place)
     commit = machine_facts()["git"]["commit"]
-    for name, limit_s, check in checks_to_run(options):
+    for name, limit_s, check in make_dataset_and_yield_checks(options):
         before = results.get(name, {"error": "missing"})
         done = "error" not in before and before.get("commit") == commit
         if done or not re.search(options.only, name):
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any("error" in result for result in results.values()))
 
 
-def checks_to_run(options: argparse.Namespace) -> Iterator[Check]:
+def make_dataset_and_yield_checks(options: argparse.Namespace) -> Iterator[Check]:
     """Yields all checks, the most useful first. Makes the dataset that they need, if it is missing."""
     place = options.dir.absolute()
     yield "install", 120, machine_facts

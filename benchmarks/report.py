@@ -338,9 +338,9 @@ def share_chart(part: Part) -> Figure:
 
 def crop_curves(document: Result, crops_per_cpu_s: float) -> Figure:
     """Returns a figure of the AUROC on real ECGs against the number of crops that a model was trained on. Models
-    are called "NAME, 40,000 crops"; those with the same NAME are a curve. A model that was trained for one
-    length only is left out. Baselines are not trained on crops, so they are horizontal lines. Two more
-    x axes show what the crops cost."""
+    are called "NAME, 40,000 crops"; those with the same NAME are a curve. A NAME with only one number of crops
+    is left out, as it would be a single point. Baselines are not trained on crops, so they are horizontal
+    lines. Two more x axes show what the crops cost."""
     figure = Figure((8.2, 6.8), layout="constrained")
     costs = (
         (-0.29, "CPU-hours (1 M weights; measured)", 3600 * crops_per_cpu_s),

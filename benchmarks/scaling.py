@@ -36,7 +36,7 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
             jobs[f"{size}: {name}"] = case
     small = make_dataset(work, 200)
     facts = {"archive": "zeros", "ranks_archive": "synthetic", "ranks_dataset": small.fingerprint}
-    loop = e2e.loop_run(options, work)
+    loop = e2e.loop_run_from_options(options, work)
     cases: Cases = {
         "open to first batch: one rank of 8, batch 512": (time_first_batch, (dataset.root.url,)),
         **jobs,

@@ -1,5 +1,5 @@
-"""Measure the time from the command to the first training step: of the quick start on a synthetic dataset,
-started as a user would start it.
+"""Measure the time from the command to the first training step, for the quick start on a synthetic dataset,
+which is started as a user would start it.
 
 The clock runs from the start of the command until metrics.jsonl has its first line, that of step 1
 (after the validation at step 0). Imports come from the page cache.

@@ -23,7 +23,7 @@ from .dataset.rejects import FLAG_REASONS, REPAIR_REASONS, read_rejects
 from .ecg.crops import HALF, IMPLAUSIBLE, MAX_UV
 from .ecg.mean_beat import MAX_RATED_ECGS, MIN_RATED_ECGS, HeartRates, heart_rate
 from .ecg.paper import DPI, FONT, GREY, INK, new_figure, patient_caption
-from .ecg.record import ABBREVIATIONS, LEADS, real_source
+from .ecg.record import CLASS_ABBREVIATIONS, LEADS, real_source
 from .ecg.record_tables import similar_ids_warning
 from .ecg.resampling import FS_HZ
 from .io.errors import MISSING_FILE, DatasetError
@@ -127,7 +127,9 @@ def roles_by_source(table: pa.Table) -> dict[str, Counter[str]]:
 def class_counts(dataset: Dataset) -> dict[str, dict[str, int]]:
     """Returns {class: {"": number of crops}} for each diagnosis class that occurs in a dataset."""
     labels = dataset.labels.sum(axis=0).tolist()
-    return {name: {"": count} for name, count in zip(ABBREVIATIONS, labels, strict=True) if count}
+    return {
+        name: {"": count} for name, count in zip(CLASS_ABBREVIATIONS, labels, strict=True) if count
+    }
 
 
 def draw_examples(figure: Any, dataset: Dataset) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from omnilead.data_tools.io.commands import run_command
-from omnilead.data_tools.io.errors import Flag, UserError, naming_arguments
+from omnilead.data_tools.io.errors import Flag, UserError, naming_arguments_in_errors
 from omnilead.data_tools.io.options import Option, add_option, declare_option
 from omnilead.data_tools.io.terminal import Parser, is_out_of_memory, say, show
 from omnilead.engine.settings.commandline import (
@@ -314,7 +314,7 @@ class TrainingRun:
     def __fspath__(self) -> str:
         return str(self.path)
 
-    @naming_arguments()
+    @naming_arguments_in_errors()
     def model(self, **options: Any) -> Any:
         """Loads the trained model: returns what omnilead.load(RUN, **options) returns."""
         if not self.after:

@@ -74,12 +74,12 @@ def _as_python_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that does the same as a command's function, but checks its arguments as the command
     line checks options, and raises errors that name arguments instead of options."""
     from omnilead.__main__ import after_training
-    from omnilead.data_tools.io.errors import naming_arguments
+    from omnilead.data_tools.io.errors import naming_arguments_in_errors
     from omnilead.data_tools.io.options import check_values
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with naming_arguments():
+        with naming_arguments_in_errors():
             check_values(function, args, kwargs)
             if function.__name__ == "pretrain":
                 kwargs = {"after": after_training(), **kwargs}

@@ -33,7 +33,7 @@ from ..io.errors import (
     ChunkError,
     DatasetError,
     ReadError,
-    naming_arguments,
+    naming_arguments_in_errors,
     one_line,
 )
 from ..io.storage import Folder, dataset_folder
@@ -116,7 +116,7 @@ class Dataset:
     meta: dict[str, Any]  # all contents of dataset.json; `facts` has what readers rely on
 
     @classmethod
-    @naming_arguments()
+    @naming_arguments_in_errors()
     def open(cls, url: str, anonymous: bool = False) -> Self:
         return cls.of_folder(dataset_folder(url, anonymous))
 

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 import pyarrow as pa
 from pydantic import BaseModel, Field, NonNegativeInt, field_validator
 
-from ..ecg.constants import ABBREVIATIONS, LEADS
+from ..ecg.constants import CLASS_ABBREVIATIONS, LEADS
 
 FORMAT_VERSION = 1
 # Since minor version 2, only samples.parquet holds the roles, and a dataset never changes
 FORMAT_MINOR = 2
-CLASSES = ABBREVIATIONS  # the diagnoses, in the order of the column `labels`
+CLASSES = CLASS_ABBREVIATIONS  # the diagnoses, in the order of the column `labels`
 SHARD_CROPS = 1024
 META, SAMPLES, REJECTS, STORE = "dataset.json", "samples.parquet", "rejects.csv", "store.zarr"
 MAX_META_BYTES = 256 * 2**20

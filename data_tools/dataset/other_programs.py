@@ -20,11 +20,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..ecg.constants import ABBREVIATIONS as CLASSES
+from ..ecg.constants import CLASS_ABBREVIATIONS as CLASSES
 from ..ecg.constants import CROP, CROP_SHAPE, FS_HZ
 from ..ecg.record_names import match_records
 from ..ecg.record_tables import RESERVED_COLUMNS, missing_words, read_table
-from ..io.errors import DataError, DatasetError, Flag, naming_arguments, one_line
+from ..io.errors import DataError, DatasetError, Flag, naming_arguments_in_errors, one_line
 from ..io.terminal import tell
 
 ROLE_COLUMN_AND_VALUE: dict[str, tuple[str, Any]] = {
@@ -171,7 +171,7 @@ def _decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
     return sample | {"ecg": _millivolts(crop)}
 
 
-@naming_arguments()
+@naming_arguments_in_errors()
 def zarr_array(dataset: Any, store: str) -> Any:
     """Returns the zarr.Array of all crops in microvolts, in the order of samples.parquet's rows."""
     import zarr

@@ -55,4 +55,4 @@ RAD 47665007, SA 427393009, SB 426177001, STach 427084000, TAb 164934002, TInv 5
 SCORED_CLASSES = tuple(
     (name, tuple(codes)) for name, *codes in (line.split() for line in _CLASSES.split(","))
 )
-ABBREVIATIONS = tuple(name for name, _ in SCORED_CLASSES)
+CLASS_ABBREVIATIONS = tuple(name for name, _ in SCORED_CLASSES)

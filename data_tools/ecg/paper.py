@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .crops import HALF
-from .record import ABBREVIATIONS, CLASS_OF_CODE, LEADS
+from .record import CLASS_ABBREVIATIONS, CLASS_OF_CODE, LEADS
 from .resampling import FS_HZ
 
 if TYPE_CHECKING:
@@ -152,7 +152,9 @@ def _draw_calibration_pulses(axes: "Axes", gain: float) -> None:
 
 def patient_caption(age: float | None, sex: str | None, dx: Sequence[str]) -> str:
     """Return age, sex and diagnoses as text, leaving out what is unknown."""
-    names = [ABBREVIATIONS[CLASS_OF_CODE[code]] if code in CLASS_OF_CODE else code for code in dx]
+    names = [
+        CLASS_ABBREVIATIONS[CLASS_OF_CODE[code]] if code in CLASS_OF_CODE else code for code in dx
+    ]
     return ", ".join(filter(None, ["" if age is None else f"{age:.0f} years", sex, *names]))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..io.errors import ReadError
 from ..io.spreadsheet import to_number
-from .constants import ABBREVIATIONS as ABBREVIATIONS
+from .constants import CLASS_ABBREVIATIONS as CLASS_ABBREVIATIONS
 from .constants import LEADS as LEADS
 from .constants import MAYBE_MISSING as MAYBE_MISSING
 from .constants import SCORED_CLASSES as SCORED_CLASSES

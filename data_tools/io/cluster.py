@@ -148,9 +148,9 @@ def _run_on_processes(
 
 @contextmanager
 def _hide_main_script() -> Iterator[None]:
-    """Keeps the processes that this thread starts in the block from importing the script that Python
-    was started with. They need nothing of that script. Without `if __name__ == "__main__"`, it would
-    run again from its top in each worker."""
+    """Processes that this thread starts inside the `with` block do not import the script that Python
+    was started with. They do not need it, and a script without an `if __name__ == "__main__"` guard
+    would run again in each of them."""
     this_thread = threading.get_ident()
 
     def without_script(name: str) -> dict[str, Any]:

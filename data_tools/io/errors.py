@@ -71,7 +71,7 @@ class UserError(Exception):
 
 
 @contextmanager
-def naming_arguments() -> Iterator[None]:
+def naming_arguments_in_errors() -> Iterator[None]:
     """Makes errors that are raised in the block, or in a decorated function, name Python arguments
     instead of options."""
     try:

@@ -208,7 +208,8 @@ class LocalFolder:
                 yield from self.names(prefix + entry.name)
 
     def links(self, under: str = "") -> Iterator[str]:
-        """Yields the names of all links to folders below `under`, sorted. `names` does not follow them."""
+        """Yields the names of all links below `under` that point to folders, sorted. The method `names`
+        does not follow such links."""
         entries: list[os.DirEntry[str]] = []
         with suppress(OSError):  # `names` raises an error for a folder that cannot be listed
             entries = sorted(os.scandir(self.path(under)), key=lambda entry: entry.name)

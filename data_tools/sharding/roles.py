@@ -398,15 +398,16 @@ def _assign_by_crop(records: Records, seed: int, sources: RoleSources) -> CropRo
     """Assigns roles crop by crop as the code of the paper's authors does, which differs from their
     paper: only crops for diagnosis valid and test stay out of pre-training."""
 
-    def record_labels(numbers: np.ndarray) -> Iterator[str]:
+    def names_with_source(numbers: np.ndarray) -> Iterator[str]:
         names = records.names.take(pa.array(numbers)).to_pylist()
         for source, name in zip(records.source[numbers], names, strict=True):
             yield f"{records.source_names[source]}/{name}"
 
     def crop_names(part: slice) -> Iterator[str]:
         starts = records.crop_start[part]
-        for label, start in zip(record_labels(records.crop_record[part]), starts, strict=True):
-            yield f"{label}/{start:g}"
+        names = names_with_source(records.crop_record[part])
+        for name, start in zip(names, starts, strict=True):
+            yield f"{name}/{start:g}"
 
     every = np.arange(len(records.names))
     chance = _draw_in_parts(len(records.crop_record), crop_names, f"roles {seed}")
@@ -415,7 +416,7 @@ def _assign_by_crop(records: Records, seed: int, sources: RoleSources) -> CropRo
     ).astype(np.int8)
     identity, _ = _gallery_probe_roles_and_mask(records, seed, sources)
     record_chance = _draw_in_parts(
-        len(every), lambda part: record_labels(every[part]), f"identity {seed}"
+        len(every), lambda part: names_with_source(every[part]), f"identity {seed}"
     )
     pretrains = _pretrain_records(records, sources)
     trained = np.where(pretrains, np.where(record_chance < 0.8, TRAIN, VALID), NONE).astype(

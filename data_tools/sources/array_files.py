@@ -168,7 +168,7 @@ def _open_zarr(root: Folder, place: str) -> Any:
     for meta in ZARR_META_FILES:
         if root.exists(f"{place}/{meta}"):
             facts = json.loads(root.read(f"{place}/{meta}", MAX_ARRAY_META))
-            if others := set(_names_in_metadata(facts)) - SAFE_CODECS - NON_CODEC_NAMES:
+            if others := set(_codec_and_other_names(facts)) - SAFE_CODECS - NON_CODEC_NAMES:
                 raise ReadError(
                     "zarr codec", f"{place}: not supported: {', '.join(sorted(map(str, others)))}"
                 )
@@ -182,17 +182,17 @@ def _open_zarr(root: Folder, place: str) -> Any:
     return array
 
 
-def _names_in_metadata(meta: Any) -> Iterator[Any]:
+def _codec_and_other_names(meta: Any) -> Iterator[Any]:
     """Yield all names and ids, such as those of codecs, in the metadata of a zarr array."""
     if isinstance(meta, list):
         for part in meta:
-            yield from _names_in_metadata(part)
+            yield from _codec_and_other_names(part)
     elif isinstance(meta, dict):
         for key, value in meta.items():
             if key in ("name", "id"):
                 yield value
             elif key != "attributes":
-                yield from _names_in_metadata(value)
+                yield from _codec_and_other_names(value)
 
 
 def strip_padding(signal_LT: np.ndarray) -> np.ndarray:

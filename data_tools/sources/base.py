@@ -28,7 +28,7 @@ from ..io.errors import MISSING_FILE, ReadError, StorageError, machine_error, pr
 from ..io.storage import Folder
 from ..io.terminal import tell
 
-_OWN_SOURCE_LOCK = threading.RLock()
+_USER_SOURCE_LOCK = threading.RLock()
 P = ParamSpec("P")
 T = TypeVar("T")
 # A RECORDS file of PhysioNet names the records in its folder, or subfolders, with a slash at the end
@@ -172,7 +172,7 @@ def read_record(source: Source, key: str) -> EcgRecord:
     called from one thread at a time, unless its `thread_safe` is True."""
     if is_builtin(source):
         return with_amplitude_warning(source.read(key))
-    with nullcontext() if source.thread_safe else _OWN_SOURCE_LOCK:
+    with nullcontext() if source.thread_safe else _USER_SOURCE_LOCK:
         record = source.read(key)
         if not record.stored:
             record = replace(record, signal=record.signal.copy())
@@ -182,7 +182,7 @@ def read_record(source: Source, key: str) -> EcgRecord:
 def read_header(source: Source, key: str) -> Header:
     """Read a record's header. A user's own source is called from one thread at a time, unless its
     `thread_safe` is True, because its `header` may call `read`."""
-    with nullcontext() if is_builtin(source) or source.thread_safe else _OWN_SOURCE_LOCK:
+    with nullcontext() if is_builtin(source) or source.thread_safe else _USER_SOURCE_LOCK:
         return source.header(key)
 
 

@@ -287,7 +287,7 @@ class LeftOutFiles:
                 self.links.append(place.removeprefix(f"{self.root.url}/"))
 
     def _add_files(self, path: str, names: Sequence[str]) -> None:
-        """Note that no archive reads `path`, and add the files there to the lists by their endings."""
+        """Add `path` to the folders that no archive reads, and its files to the lists, by their endings."""
         if names:
             self.places.append(path)
         for name in names:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm.auto import tqdm
 
-from ..ecg.record import ABBREVIATIONS
+from ..ecg.record import CLASS_ABBREVIATIONS
 from ..io import cluster
 from ..io.errors import DataError
 from . import challenge, ptbxl
@@ -66,7 +66,7 @@ class Block:
     ids: list[dict[int, int]]  # for each session: {index of the patient in the block: record id}
 
 
-def patients_per_database(patients: int) -> dict[str, int]:
+def patients_of_other_databases(patients: int) -> dict[str, int]:
     """Return the number of patients of each of the seven databases other than PTB-XL: `patients` in all,
     in the real proportions. Each patient has one recording."""
     share = max(1, round(OTHER_RATE_SHARE * patients)) if patients >= 50 else 0
@@ -108,7 +108,7 @@ def plan_blocks(
         raise DataError(f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
     counts = {"ptb-xl": patients}
     if layout == "physionet2021":
-        counts |= patients_per_database(patients)
+        counts |= patients_of_other_databases(patients)
     blocks: list[Block] = []
     for number, (name, database) in enumerate(DATABASES.items()):
         share = two_sessions if name == "ptb-xl" else 0.0
@@ -158,7 +158,7 @@ def _recorded_diagnoses(
     """Return the diagnoses that each record states: its findings, of which a few are missed, and a few
     wrong ones."""
     rng = np.random.default_rng([*key, DIAGNOSIS_ERROR_KEY])
-    names = [name for name in ABBREVIATIONS if name not in (*without, *_NOT_SIMULATED)]
+    names = [name for name in CLASS_ABBREVIATIONS if name not in (*without, *_NOT_SIMULATED)]
     missed = (rng.random((len(names), BLOCK_PATIENTS)) < LABEL_FLIP_SHARE)[:, who]
     wrong = np.where(
         rng.random(BLOCK_PATIENTS) < LABEL_FLIP_SHARE,

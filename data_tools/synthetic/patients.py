@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..ecg.constants import ABBREVIATIONS
+from ..ecg.constants import CLASS_ABBREVIATIONS
 
 BLOCK_PATIENTS = 64  # how many patients are drawn together, from the same random generator
 # Random generators have keys that end with what is drawn
@@ -278,7 +278,7 @@ def draw_findings(rng: BlockDraws, patients: SyntheticPatients, without: Names) 
     for kind in VARYING:
         kept = rng.random(BLOCK_PATIENTS) < USUAL_FINDING_SHARE[kind]
         today[kind] = np.where(kept, patients.usual[kind], anew[kind])
-    has = {name: np.zeros(BLOCK_PATIENTS, bool) for name in ABBREVIATIONS}
+    has = {name: np.zeros(BLOCK_PATIENTS, bool) for name in CLASS_ABBREVIATIONS}
     for name, mask in patients.chronic.items():
         has[name] = mask.copy()
     rhythm = np.where(has["PR"], "", today["rhythm"])

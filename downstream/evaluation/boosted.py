@@ -21,7 +21,7 @@ from omnilead.engine.settings.errors import Facts
 from ..inference.trees import Trees
 from ..tasks.kinds import KINDS, event_loss
 from ..tasks.metrics import Array
-from .probe import Probe, ProbeData, standardised_data_and_scaling
+from .probe import Probe, ProbeData, standardise_labels
 
 BOOSTING_ROUNDS = 400
 LIGHTGBM_SETTINGS = {
@@ -48,7 +48,7 @@ def has_lightgbm() -> bool:
 def fit_boosted_trees(data: ProbeData) -> Probe:
     """Returns a probe of boosted trees, fitted for each output alone, or for all outputs together
     if the classes are exclusive."""
-    data, center_K, scale_K = standardised_data_and_scaling(data)
+    data, center_K, scale_K = standardise_labels(data)
     # Each tree with the number of the output that it adds to
     trees_and_outputs: list[tuple[Node, int]] = []
     x_ND, outputs = data.x_ND.astype(np.float32), data.y_NK.shape[1]

@@ -44,9 +44,9 @@ def bootstrap_weights(group_N: Array) -> Array:
 
 
 def average_draws(draws: Sequence[Samples], seed: int = 1) -> Samples:
-    """Returns the metrics, averaged over draws of labels or of random weights. Each resample
-    averages over draws that are drawn again, with replacement and one fewer than there are, so that
-    its means vary as much as the mean of all draws does (Rao and Wu 1988)."""
+    """Returns the metrics, averaged over draws of labels or of random weights. For n draws,
+    each resample averages n - 1 draws that are picked at random with replacement. These means vary as
+    much as the mean of n draws does (Rao and Wu 1988)."""
     n, fewer = len(draws), max(1, len(draws) - 1)
     weight_BR = np.random.default_rng(seed).multinomial(fewer, np.full(n, 1 / n), RESAMPLES) / fewer
     weight_RB = np.vstack([np.full(n, 1 / n), weight_BR]).T

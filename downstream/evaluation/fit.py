@@ -72,7 +72,7 @@ def fit_scores_and_sentences(options: FitOptions) -> tuple[Facts, list[str]]:
         *head.sentences,
         *class_lines(cross_validated.get("classes", {})),
     ]
-    if len(labels.all_rows("test")):
+    if len(labels.rows_of_all_datasets("test")):
         sentences.append(
             f"the ECGs of test were not used: omnilead evaluate --model {shlex.quote(options.out)} --data "
             f"{datasets_text(options.data)} --labels {shlex.quote(options.labels)} scores them"

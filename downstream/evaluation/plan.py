@@ -333,9 +333,11 @@ def refuse_leak_between(data: Datasets, labels: TaskLabels) -> None:
     """Raises ConfigError if a record, patient or waveform is in train or valid of one dataset and
     in test of another, which can happen if the datasets were made separately."""
     trained = data.rows_by_dataset(
-        np.sort(np.concatenate([labels.all_rows(name) for name in FIT_SPLITS]))
+        np.sort(np.concatenate([labels.rows_of_all_datasets(name) for name in FIT_SPLITS]))
     )
-    refuse_leak(data.all, trained, data.rows_by_dataset(labels.all_rows("test")), Flag("--data"))
+    refuse_leak(
+        data.all, trained, data.rows_by_dataset(labels.rows_of_all_datasets("test")), Flag("--data")
+    )
 
 
 def outputs_to_score(
@@ -384,7 +386,7 @@ def read_labels_to_probe(data: Datasets, task: TaskConfig, splits: Sequence[str]
             "is a task of identifying patients: use `identification`, which takes no table"
         )
     labels = read_task(task, data.all)
-    if not any(len(labels.all_rows(split)) for split in splits):
+    if not any(len(labels.rows_of_all_datasets(split)) for split in splits):
         mend = ": a probe needs train and test" if len(splits) == 1 else ""
         if labels.role == "dx":
             mend += f"; {DX_ROLES_HINT}"
@@ -397,7 +399,7 @@ def read_labels_to_probe(data: Datasets, task: TaskConfig, splits: Sequence[str]
 def require_varying_labels(labels: TaskLabels, splits: Sequence[str], data: Datasets) -> None:
     """Raises ConfigError if all labels of each output are the same in these splits."""
     kind, split = KINDS[labels.task.kind], splits[0]
-    y_NK = np.concatenate([labels.all_y[labels.all_rows(name)] for name in splits])
+    y_NK = np.concatenate([labels.all_y[labels.rows_of_all_datasets(name)] for name in splits])
     if kind.varying_outputs(y_NK).any():
         return
     mend = f"; {EMPTY_CELL_NOTE}" if kind.has_thresholds and (y_NK > 0).any() else ""

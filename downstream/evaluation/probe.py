@@ -126,7 +126,7 @@ def fitting_in_processes() -> Iterator[None]:
         _in_processes.reset(token)
 
 
-def standardised_data_and_scaling(data: ProbeData) -> tuple[ProbeData, Array, Array]:
+def standardise_labels(data: ProbeData) -> tuple[ProbeData, Array, Array]:
     """Returns the data with standardised values, and their center [K] and scale [K]. Labels that
     are classes or times of events are not changed: center 0, scale 1."""
     outputs = data.y_NK.shape[1]
@@ -139,7 +139,7 @@ def standardised_data_and_scaling(data: ProbeData) -> tuple[ProbeData, Array, Ar
 def fit_linear_probe(data: ProbeData) -> Probe:
     """Returns a linear probe, fitted with the penalty that has the least error on held-out patients
     of the training rows. If all rows are of one patient, the strongest penalty is used."""
-    data, center_K, scale_K = standardised_data_and_scaling(data)
+    data, center_K, scale_K = standardise_labels(data)
     kind = KINDS[data.kind]
     errors, tried = np.zeros(len(PENALTY_STRENGTHS)), len(PENALTY_STRENGTHS)
     for train_rows, held_out in train_and_held_out_rows(data.patient_N):

@@ -96,7 +96,7 @@ def probed_records(
 ) -> ProbedRecords:
     """Returns the labelled records of these splits that models can be shown; ConfigError if there
     are none."""
-    rows = np.concatenate([labels.all_rows(split) for split in splits])
+    rows = np.concatenate([labels.rows_of_all_datasets(split) for split in splits])
     rows = rows[shown.usable_crops(data)[rows]]
     if not len(rows):
         raise ConfigError(

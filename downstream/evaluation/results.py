@@ -375,7 +375,7 @@ def require_classes(model: TrainedModel, labels: TaskLabels) -> None:
 
 def labelled_rows(labels: TaskLabels, data: Datasets, role: str) -> Array:
     """Returns the labelled crops of a split; ConfigError if there is nothing to score."""
-    name, rows = labels.name or data.name, labels.all_rows(role)
+    name, rows = labels.name or data.name, labels.rows_of_all_datasets(role)
     if labels.role:
         require_crops(rows, data, f"dx={role}", f"crop with a diagnosis role: {DX_ROLES_HINT}")
     if not len(rows):
@@ -432,7 +432,10 @@ def leakage_notes(
 def unscored_note(model: TrainedModel, data: Datasets, labels: TaskLabels, role: str) -> list[str]:
     """Returns a note if labelled ECGs outside the split could be scored as well, because the model
     was trained on none of the labelled ECGs."""
-    known_crops, scored = int((~np.isnan(labels.all_y).all(1)).sum()), len(labels.all_rows(role))
+    known_crops, scored = (
+        int((~np.isnan(labels.all_y).all(1)).sum()),
+        len(labels.rows_of_all_datasets(role)),
+    )
     if not labels.task.labels or known_crops <= scored:
         return []
     for dataset, split_N in zip(data.all, labels.split, strict=True):

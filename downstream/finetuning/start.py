@@ -89,9 +89,8 @@ def choose_readout(start: StartModel, config: FinetuneConfig, labels: TaskLabels
         raise ConfigError(
             f"task.head=start: start={config.start} has a head for {head.kind}: "
             f"{', '.join(head.classes)}, but the labels are {task.kind}: {', '.join(labels.classes)}"
-            ": ",
+            ". For a head with these labels: ",
             *made,
-            ", with these labels",
         )
     if config.train.compile == "step" and len(start.readout) > 1:
         raise ConfigError(

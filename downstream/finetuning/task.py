@@ -244,7 +244,7 @@ class FinetuneTask(TrainingTask):
             facts["train.micro_batch x ranks"] = candidates
         return facts
 
-    def left_out_text(self) -> str:
+    def left_out_crops_text(self) -> str:
         return self.labels.left_out
 
     def explanations(self) -> Facts:

@@ -458,8 +458,9 @@ def stand_ins(path: Path) -> list[Any]:
 
 
 def as_json(value: Any) -> Any:
-    """Returns settings as JSON types. A stand-in becomes the content that it kept; a tensor or
-    another object becomes a text that names its type."""
+    """Returns settings as JSON types. A StandIn, which replaces a class that torch.load
+    refuses, becomes the content that was pickled; a tensor or another object becomes a text that
+    names its type."""
     parts, size = [], 0
     try:
         for part in json.JSONEncoder(default=_as_json_type, skipkeys=True).iterencode(value):

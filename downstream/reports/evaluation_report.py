@@ -292,7 +292,7 @@ def draw_ecg(result: TaskResult, data: Datasets, row: int) -> Picture:
     groups = [str(values[row]) for name, values in result.groups_N.items() if name != "source"]
     figure = paper.ecg_figure(crop.signal_uv, crop.halves, missing=crop.missing_leads)
     for text in (*figure.texts, *figure.axes[0].texts):
-        # large, as two ECGs are beside each other, at half their size on paper
+        # a large font, because two ECGs stand side by side, each shrunk to half its size
         text.set_fontsize(13)
     record_text = ", ".join([str(result.records_N[row]), *groups])
     title = f"{record_text}: {error_text(result, row)}"

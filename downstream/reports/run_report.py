@@ -275,7 +275,7 @@ def best_step(log: RunLog) -> float | None:
 
 def training_result(log: RunLog) -> dict[str, Any]:
     """Returns how a fine-tuning ended: its best validation, whether validation has stopped
-    improving, and the curve. Returns {} before the end, or if nothing was validated."""
+    improving, and the validation metric at each step. Returns {} before the end, or if nothing was validated."""
     (name, sign), best = selection_metric_and_sign(log), best_step(log)
     if best is None or not log.task:
         return {}

@@ -62,7 +62,7 @@ class TaskLabels:
     def rows_of_dataset(self, dataset: int, split: str) -> Array:
         return np.flatnonzero(self.split[dataset] == SPLITS.index(split))
 
-    def all_rows(self, split: str) -> Array:
+    def rows_of_all_datasets(self, split: str) -> Array:
         """Returns the crops of a split as indices into the crops of all datasets, one dataset after
         the other."""
         return np.flatnonzero(np.concatenate(self.split) == SPLITS.index(split))

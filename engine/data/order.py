@@ -355,7 +355,7 @@ class Order:
         for e in np.unique(epoch).tolist():
             layout = _epoch_layout(rows, self.seed, dataset, e, self.block_shards)
             in_epoch = epoch == e
-            index[in_epoch] = _index_in_blocks(layout, i[in_epoch])
+            index[in_epoch] = _row_after_block_shuffle(layout, i[in_epoch])
         return index
 
 
@@ -386,7 +386,7 @@ def _epoch_layout(
     return _EpochLayout(rows.first[shard], before, block_first, keys)
 
 
-def _index_in_blocks(layout: _EpochLayout, i: np.ndarray) -> np.ndarray:
+def _row_after_block_shuffle(layout: _EpochLayout, i: np.ndarray) -> np.ndarray:
     block = np.searchsorted(layout.block_first, i, side="right") - 1
     start, end = layout.block_first[block], layout.block_first[block + 1]
     j = start + permute(i - start, end - start, layout.block_key[block])

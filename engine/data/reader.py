@@ -126,7 +126,7 @@ class _File:
             os.close(self.fd)
 
 
-class _Source:
+class _DatasetBeingRead:
     """A dataset as CropReader reads it: in which format, where each crop is, and which crops
     have been verified."""
 
@@ -188,7 +188,7 @@ class CropReader:
         self.threads, self.pin = threads, pin and torch.cuda.is_available()
         staged = staging.datasets if staging else {}
         self._sources = [
-            _Source(dataset, source, d in staged) for d, dataset in enumerate(datasets)
+            _DatasetBeingRead(dataset, source, d in staged) for d, dataset in enumerate(datasets)
         ]
         # keeps fewer files than the limit, as each thread may still hold one that was evicted
         self._file = lru_cache(MAX_DESCRIPTORS - threads)(_File)
@@ -397,7 +397,7 @@ class _CurrentShard:
     it opens each shard once."""
 
     def __init__(
-        self, open_file: Callable[[str], _File], sources: Sequence[_Source], paths: Paths
+        self, open_file: Callable[[str], _File], sources: Sequence[_DatasetBeingRead], paths: Paths
     ) -> None:
         self.open_file, self.sources, self.paths = open_file, sources, paths
         self.key: Key | None = None

@@ -97,7 +97,7 @@ class JointEmbedding(nn.Module):
             self.target.get_buffer(name).copy_(encoder.get_buffer(name))
 
 
-def jepa_flops(encoder_flops: float, tokens: int, width: int) -> float:
+def flops_added_by_jepa(encoder_flops: float, tokens: int, width: int) -> float:
     """Return the FLOPs that the objective adds to `encoder_flops`, those of the encoder, for a window,
     forward and backward. They are a forward pass of the averaged encoder and the predictor, a
     bidirectional S4Layer."""

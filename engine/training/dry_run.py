@@ -46,8 +46,10 @@ MATMUL_FLOPS = {
 ACTIVATION_BYTES_S = 0.118e9 / (1 / 1748 - 175.9e9 / MATMUL_FLOPS[torch.bfloat16])
 # With less than a tenth of the work that was measured, a GPU also waits for its kernels to start.
 # The smallest measured pass of the measured model had 256 crops
-MIN_CROP_GFLOP = 17.6  # for one crop: a tenth of the measured model's
-MIN_PASS_GFLOP = 4_500  # for one pass on one GPU: a tenth of the smallest measured pass
+MIN_CROP_GFLOP_FOR_ESTIMATE = 17.6  # for one crop: a tenth of the measured model's
+MIN_PASS_GFLOP_FOR_ESTIMATE = (
+    4_500  # for one pass on one GPU: a tenth of the smallest measured pass
+)
 # bytes of a crop in a shard: 120,832 of samples, 1,536 of its row as JSON
 STORED_CROP_BYTES = 122_368
 
@@ -103,7 +105,9 @@ def planned_amount(task: TrainingTask, order: Order, crops: int | None) -> Train
 
 def describe_data(task: TrainingTask, amount: TrainingAmount, pretended: bool) -> list[str]:
     of_whom = " of as many patients, which nobody has looked at" if pretended else ""
-    trained = f"{amount.trained_crops:,} to train on{'' if pretended else task.left_out_text()}"
+    trained = (
+        f"{amount.trained_crops:,} to train on{'' if pretended else task.left_out_crops_text()}"
+    )
     epoch = f"an epoch is {amount.steps_per_epoch:,} x {amount.batch_crops} crops"
     line = f"data: {amount.crops:,} crops{of_whom}, {trained}; {epoch}"
     return [line] if pretended else [line, *task.remarks]
@@ -168,10 +172,10 @@ def describe_time_and_disk(
         as_measured += ", products by the data sheet's share of fp32"
     estimate = "an estimate"
     micro_crops, _ = micro_batch_and_passes(task.config, gpus)
-    if task.flops_per_crop < MIN_CROP_GFLOP * 1e9:
+    if task.flops_per_crop < MIN_CROP_GFLOP_FOR_ESTIMATE * 1e9:
         estimate = "at least"
         as_measured += ", but so small a model also waits for its kernels to start"
-    elif micro_crops * task.flops_per_crop < MIN_PASS_GFLOP * 1e9:
+    elif micro_crops * task.flops_per_crop < MIN_PASS_GFLOP_FOR_ESTIMATE * 1e9:
         estimate = "at least"
         as_measured += (
             f", but with {micro_crops} crops at a time a GPU also waits for its kernels to start"

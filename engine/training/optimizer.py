@@ -90,7 +90,8 @@ class GuardedAdamW(torch.optim.AdamW):
 def lr_groups(model: nn.Module, factors: Mapping[str, float]) -> Groups:
     """Returns the trained weights in groups, each with its factor of the learning rate. `factors`:
     train.lr_factors."""
-    if not factors:  # checkpoints have the weights in this order
+    if not factors:
+        # In the order of model.parameters(), as the optimizer's state stands in checkpoints
         return [(1.0, [p for p in model.parameters() if p.requires_grad])]
     parts: dict[str, list[nn.Parameter]] = {"stem": [], "context": [], "head": []}
     for name, p in model.named_parameters():

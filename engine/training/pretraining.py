@@ -30,7 +30,7 @@ from ..model.encoders import (
     has_dropout,
 )
 from ..model.folder import SEEN
-from ..model.jepa import JointEmbedding, jepa_flops
+from ..model.jepa import JointEmbedding, flops_added_by_jepa
 from ..model.objectives import without_other_ranks
 from ..model.pretrainer import Pretrainer
 from ..model.quantizer import temperature
@@ -142,7 +142,7 @@ class PretrainTask(TrainingTask):
         flops = encoder_flops(encoder, config.model, local, model_input.samples, config.windows)
         if config.objective.method_is_class and config.objective.method == "jepa":
             width = int(getattr(encoder, "width", config.model.width))
-            flops += config.windows * jepa_flops(flops / config.windows, tokens, width)
+            flops += config.windows * flops_added_by_jepa(flops / config.windows, tokens, width)
         return cls(
             config=config,
             datasets=datasets,
@@ -165,8 +165,8 @@ class PretrainTask(TrainingTask):
             start=start,
         )
 
-    def left_out_text(self) -> str:
-        return left_out_text(self.config, self.datasets, self.copies)
+    def left_out_crops_text(self) -> str:
+        return left_out_crops_text(self.config, self.datasets, self.copies)
 
     def model(self, generator: torch.Generator) -> nn.Module:
         config = self.config
@@ -336,7 +336,7 @@ class PretrainTask(TrainingTask):
         return "Lead-agnostic ECG encoder, pre-trained with omnilead", lines
 
 
-def left_out_text(config: Config, datasets: Sequence[Dataset], copies: int) -> str:
+def left_out_crops_text(config: Config, datasets: Sequence[Dataset], copies: int) -> str:
     """Says how many crops data.where and data.dedup leave out, as text to append to a sentence."""
     selection = training_selection(config)
     text = ""
@@ -406,7 +406,7 @@ def validation_remarks(
     if data.hold_out:
         raise ConfigError(
             f"data.hold_out={data.hold_out}: selects no patient of these datasets"
-            f"{left_out_text(config, datasets, copies)}: raise data.hold_out, or leave it out"
+            f"{left_out_crops_text(config, datasets, copies)}: raise data.hold_out, or leave it out"
         )
     role = ", ".join(f"{name}={value!r}" for name, value in data.valid if value is not None)
     return [

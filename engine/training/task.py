@@ -96,7 +96,7 @@ class TrainingTask(ABC):
         of validation are called valid/NAME). `validation`: how validation differs from training."""
 
     @abstractmethod
-    def left_out_text(self) -> str:
+    def left_out_crops_text(self) -> str:
         """Says how many crops data.where leaves out, as text to append to a sentence."""
 
     def resume_facts(self) -> dict[str, Any]:
@@ -146,8 +146,8 @@ class TrainingTask(ABC):
 
 
 def best_metric_and_sign(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:
-    """Returns the value of `TrainingTask.best`: (metric, sign). The metric is `name`, which is
-    train.best, or else the first of `metrics`. The sign is -1 if lower is better, else 1."""
+    """Returns (metric, sign). The metric is `name`, the value of the setting train.best, or the first
+    of `metrics` if that is None. The sign is -1 if lower is better, else 1."""
     name = {"f1": "f_measure"}.get(name or metrics[0], name or metrics[0])
     if name not in metrics:
         raise ConfigError(

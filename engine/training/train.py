@@ -293,7 +293,7 @@ def describe_run(task: TrainingTask, loader: Loader, progress: Progress, engine:
     return (
         f"{config.run} {begins} on {ranks.world} x {ranks.device.type}: a model of "
         f"{parameters:,} parameters, {loader.steps_per_epoch} steps of {config.train.batch_crops} "
-        f"crops to go through the data once{task.left_out_text()} (for experts: "
+        f"crops to go through the data once{task.left_out_crops_text()} (for experts: "
         f"{config.train.precision}, ZeRO "
         f"{zero_stage(config)}, loader {loader.backend}, attention "
         f"{attention_backend(engine.module)})"

@@ -47,7 +47,7 @@ def test_what_is_missing_failed_or_of_another_commit_runs_again(tmp_path, monkey
         return {"ok": 1}
 
     table = [(name, 1, partial(check, name)) for name in ("one", "two")]
-    monkeypatch.setattr(first_run, "checks_to_run", lambda options: iter(table))
+    monkeypatch.setattr(first_run, "make_dataset_and_yield_checks", lambda options: iter(table))
     monkeypatch.setenv("PATH", "/nowhere")
     for revision, expected in (("1", "one two"), ("1", "two"), ("1", ""), ("2", "one two")):
         monkeypatch.setenv("OMNILEAD_REVISION", revision)

@@ -10,7 +10,7 @@ from omnilead.data_tools import plots
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.mean_beat import heart_rate
 from omnilead.data_tools.ecg.paper import ROWS_Y_MM, TRACE_X_MM, ecg_figure
-from omnilead.data_tools.ecg.record import ABBREVIATIONS, LEADS
+from omnilead.data_tools.ecg.record import CLASS_ABBREVIATIONS, LEADS
 from omnilead.data_tools.plots import save_figure
 
 RAMP = np.tile(np.linspace(-1000, 1000, 5000), (12, 1))
@@ -148,7 +148,7 @@ def test_the_summary_shows_ecgs_measurements_and_counts(dataset):
     drawn = dict(zip(tick_names(sources), words(sources), strict=False))
     assert drawn == {name: f"{count:,}" for name, count in counts.items()}
     classes = panels["crops with each diagnosis class"]
-    labels = dict(zip(ABBREVIATIONS, dataset.labels.sum(axis=0).tolist(), strict=True))
+    labels = dict(zip(CLASS_ABBREVIATIONS, dataset.labels.sum(axis=0).tolist(), strict=True))
     drawn = dict(zip(tick_names(classes), words(classes), strict=False))
     assert drawn == {name: f"{count:,}" for name, count in labels.items() if count}
 

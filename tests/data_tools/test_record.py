@@ -3,7 +3,7 @@
 import pytest
 
 from omnilead.data_tools.ecg.record import (
-    ABBREVIATIONS,
+    CLASS_ABBREVIATIONS,
     SCORED_CLASSES,
     class_row,
     parse_dx,
@@ -19,7 +19,7 @@ def test_each_code_belongs_to_exactly_one_class():
         for code in codes:
             assert [i for i, holds in enumerate(class_row(("9", code))) if holds] == [index]
     both = class_row(("59118001", "713427006", "426783006"))  # two names of one class, and another
-    assert [ABBREVIATIONS[i] for i, holds in enumerate(both) if holds] == ["RBBB", "NSR"]
+    assert [CLASS_ABBREVIATIONS[i] for i, holds in enumerate(both) if holds] == ["RBBB", "NSR"]
 
 
 @pytest.mark.parametrize(

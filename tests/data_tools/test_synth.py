@@ -13,7 +13,7 @@ import wfdb
 from handmade import files
 
 from omnilead.data_tools.ecg.record import (
-    ABBREVIATIONS,
+    CLASS_ABBREVIATIONS,
     CLASS_OF_CODE,
     HEART_AXIS_CODES,
     LEADS,
@@ -33,7 +33,7 @@ PATIENTS, TWICE = 150, 13  # two sessions: 11 % are expected
 def challenge(tmp_path_factory):
     out = tmp_path_factory.mktemp("challenge") / "archive"
     counts = synth.synthesise(out, PATIENTS, seed=5, progress=False)
-    assert counts == synth.patients_per_database(PATIENTS) | {"ptb-xl": PATIENTS + TWICE}
+    assert counts == synth.patients_of_other_databases(PATIENTS) | {"ptb-xl": PATIENTS + TWICE}
     return out
 
 
@@ -192,7 +192,7 @@ def test_all_classes_occur_and_labels_are_noisy(challenge):
             shown |= present
             wrong += len(present ^ set(written))
             right += len(present & set(written))
-    assert shown == set(ABBREVIATIONS) - {"BBB", "LPR"}
+    assert shown == set(CLASS_ABBREVIATIONS) - {"BBB", "LPR"}
     assert 0.02 < wrong / (wrong + right) < 0.10
 
 
@@ -221,4 +221,4 @@ def test_invalid_arguments_are_refused(options, words, tmp_path):
 
 @pytest.mark.parametrize("patients", [7, 66_000])
 def test_every_patient_is_in_one_database(patients):
-    assert sum(synth.patients_per_database(patients).values()) == patients
+    assert sum(synth.patients_of_other_databases(patients).values()) == patients

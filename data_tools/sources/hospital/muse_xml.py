@@ -96,7 +96,7 @@ def _is_lead_on(fields: Fields) -> bool:
 
 def _microvolts(fields: Fields, name: str) -> np.ndarray | None:
     """Return a lead's microvolts; None if the lead was off or has samples that were not measured. If the file
-    states counts and a checksum of the data, they must match."""
+    states a number of samples and a checksum, the data must agree with them."""
     _require_fields(fields, _REQUIRED_OF_LEAD)
     if "LeadAmplitudeUnits" not in fields:
         raise ReadError("unknown unit", f"lead {name[:10]} states no unit")

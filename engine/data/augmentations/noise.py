@@ -88,7 +88,8 @@ class NoiseSettings(LeadSettings):
 
 
 class PhysiologicalNoise(Noise):
-    """A kind of noise in PAPER_NOISE, or its variant in the authors' code (AUTHORS_NOISE)."""
+    """Noise of one kind, made as the paper describes it (kinds in PAPER_NOISE) or as the code of the
+    paper's authors makes it (AUTHORS_NOISE)."""
 
     settings: NoiseSettings
     kind = ""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnilead.data_tools.ecg.record import ABBREVIATIONS, SCORED_CLASSES
+from omnilead.data_tools.ecg.record import CLASS_ABBREVIATIONS, SCORED_CLASSES
 from omnilead.downstream.tasks import metrics
 from omnilead.downstream.tasks.metrics import (
     Classification,
@@ -35,7 +35,7 @@ FILE = Path(metrics.__file__).with_name(metrics.CHALLENGE_WEIGHTS_FILE)
 
 def rows(*named):
     """One row for each text of abbreviations."""
-    return np.array([[name in text.split() for name in ABBREVIATIONS] for text in named])
+    return np.array([[name in text.split() for name in CLASS_ABBREVIATIONS] for text in named])
 
 
 def diagnosed(labels, scores):
@@ -122,7 +122,7 @@ def test_areas_by_hand():
     assert [af[name] for name in names] == pytest.approx([0.875, 5 / 6, 0.8, 1, 0.5])
     assert np.isnan([[of["auroc"], of["auprc"]] for of in others]).all()
     assert (found["auroc"], found["f_measure"], found["accuracy"]) == (0.875, 0.8, 0.75)
-    assert found["without_positives"] == list(ABBREVIATIONS[1:])
+    assert found["without_positives"] == list(CLASS_ABBREVIATIONS[1:])
     scores[:, 0] = [math.inf, math.inf, -math.inf, -math.inf]  # logits that saturate are equal, too
     assert diagnosed(labels, scores)["classes"]["AF"]["auroc"] == 0.5
     every = diagnosed(rows("AF", "AF"), scores[:2])
@@ -233,10 +233,10 @@ def test_unknown_labels_are_ignored():
 
 def test_the_challenge_scores_only_its_own_classes_where_all_are_known():
     y, scores = rows("AF", "NSR").astype(float), np.full((2, 26), 0.25)
-    assert next(iter(measure("multilabel", y, scores, classes=ABBREVIATIONS))) == "challenge"
+    assert next(iter(measure("multilabel", y, scores, classes=CLASS_ABBREVIATIONS))) == "challenge"
     assert next(iter(measure("multilabel", y, scores))) == "auroc"  # of other classes
     y[0, 3] = np.nan
-    assert "challenge" not in measure("multilabel", y, scores, classes=ABBREVIATIONS)
+    assert "challenge" not in measure("multilabel", y, scores, classes=CLASS_ABBREVIATIONS)
 
 
 def test_exclusive_classes_by_hand():

@@ -84,11 +84,11 @@ def test_exactly_the_first_of_each_waveform_is_kept(two):
         task = task_of(*datasets, dedup=True)
         assert [rows.tolist() for rows in task.selection.rows] == expected(*datasets)
         out = sum(map(len, datasets)) - sum(map(len, expected(*datasets)))
-        assert task.left_out_text() == f", data.dedup leaves out {out} copies"
+        assert task.left_out_crops_text() == f", data.dedup leaves out {out} copies"
         assert not any("waveform" in remark for remark in task.remarks)
         task = task_of(*datasets)
         assert f"{out} of {sum(map(len, datasets))} crops for pre-training have" in task.remarks[-1]
-        assert task.left_out_text() == "" and not task.selection.rows
+        assert task.left_out_crops_text() == "" and not task.selection.rows
     assert len(expected(one, other)[1]) == 5
 
 
