@@ -42,7 +42,7 @@ WHY_NOTE = (
 )
 
 
-class EcgCrops(NamedTuple):
+class EcgToExplain(NamedTuple):
     """The crops of an ECG that the model is shown. The first of them is drawn."""
 
     name: str
@@ -124,7 +124,7 @@ def output_index(why: str, model: TrainedModel) -> int:
     return model.classes.index(why)
 
 
-def explain(setup: ModelSetup, ecg: EcgCrops, k: int) -> Explanation:
+def explain(setup: ModelSetup, ecg: EcgToExplain, k: int) -> Explanation:
     """Returns the score and output `k` of the model, and how much each lead that the model is shown
     adds to the output."""
     x_RLT = setup.input.windows(ecg.uv_BLT, ecg.halves_B).to(setup.model.device)
@@ -164,7 +164,7 @@ def output_and_drops(
     return with_all, added
 
 
-def read_ecg(setup: ModelSetup, what: str, crop: int | None) -> EcgCrops:
+def read_ecg(setup: ModelSetup, what: str, crop: int | None) -> EcgToExplain:
     """Reads the ECG in a file, or one crop of a dataset; raises ConfigError if that is not exactly
     one ECG."""
     dataset = find_dataset(setup.options)
@@ -192,7 +192,7 @@ def read_ecg(setup: ModelSetup, what: str, crop: int | None) -> EcgCrops:
         halves.append(batch.halves_B)
         rows += batch.crops.table.to_pylist()
     name = f"{rows[0]['record']}, from {rows[0]['start_s']:g} s"
-    return EcgCrops(name, torch.cat(crops), np.concatenate(halves))
+    return EcgToExplain(name, torch.cat(crops), np.concatenate(halves))
 
 
 def colour_leads(figure: Figure, added_by_lead: dict[str, float]) -> None:

@@ -81,10 +81,13 @@ def test_identification_is_scored_as_by_evaluate(dataset, tmp_path):
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (["a"], "no run is named diagnosis-12-START-SEED"),
+        (
+            ["a"],
+            "no run is named diagnosis-12-START-SEED: give each run as NAME=RUN with such a NAME",
+        ),
         (
             ["diagnosis-12-random-1", "diagnosis-12-random-2", "diagnosis-12-w2v-1"],
-            "different seeds: random 1 2; w2v 1: give runs with the same seeds",
+            "the starts have different seeds: random 1 2; w2v 1: give runs with the same seeds for each start",
         ),
     ],
 )

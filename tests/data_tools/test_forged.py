@@ -84,7 +84,7 @@ TABLES = [  # a change, the column that a command reads, what it says
     (first("offset", 2**63 - 1), "offset", "offset has values that are not from"),
     (first("fs_source_hz", 0.0), "fs_source_hz", "fs_source_hz has values that are not from"),
     (first("shard", 1), "shard", "the column shard does not match the shards in dataset.json"),
-    (first("shard", -1), "shard", "shard differs"),
+    (first("shard", -1), "shard", "the column shard does not match"),
     (first("dx_role", "all"), "dx_role", "dx_role has values other than train, valid, test"),
     (first("id_role", "probes"), "id_role", "id_role has values other than train"),
     (first("dx", [None]), "dx", "dx has a list with a missing value"),

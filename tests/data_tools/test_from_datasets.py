@@ -93,7 +93,7 @@ def test_what_is_refused_is_named_as_in_the_dataset(key, tmp_path, monkeypatch):
         grown = listed(tmp_path / f"new {bool(options)}", [made, other], options)
         of_gap, of_other = (line for line in read_rejects(grown) if line[2] not in FLAG_REASONS)
         assert of_gap[:3] == ("mine", name, "no valid lead")
-        assert of_gap[3] == ("" if key else "a: at 10 s")
+        assert of_gap[3] == ("" if key else "a: the dataset has no crop at 10 s")
         assert of_other[:3] == ("mine", f"{name} again", "record read already")
 
 

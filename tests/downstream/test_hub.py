@@ -138,7 +138,7 @@ def test_code_that_would_replace_a_module_is_refused(name, pull_a_stranger, caps
     assert code == 2 and not out.exists()
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and f"omnilead hub: hf://me/ecg: its code file {name}.py " in err
-    assert err.endswith("its owner must rename the file and train again\n")
+    assert err.endswith("the model's owner must rename the file and train again\n")
 
 
 def test_code_that_would_replace_a_module_is_not_pushed(server, saved_model, capsys):

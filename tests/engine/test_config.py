@@ -63,7 +63,7 @@ def test_the_schema_says_what_each_setting_is(kind):
         settings |= section.get("properties", {})
     unexplained = {name for name, one in settings.items() if "description" not in one}
     assert unexplained <= set(kind.model_fields) - {"run", "start"}  # a section is not a setting
-    assert settings["log_every"]["description"] == "steps"
+    assert settings["log_every"]["description"] == "steps between log lines"
     assert "Train and validate only" in settings["where"]["description"]  # a comment above
     assert settings["padded"]["description"].startswith("keep the other leads")  # inherited
 
@@ -144,7 +144,7 @@ train.zero_stage=2 | 1 | zero_stage=2, but configs/deepspeed/zero1.json has stag
 train.deepspeed=nowhere.json | 1 | train.deepspeed='nowhere.json': no such file
 augment.leads=3 augment.padded=false | 1 | model.leads=12: augment.leads='3' needs 3
 model.mask_span=155 | 1 | model.mask_span=155
-model.conv=[[32,1000],[32,10]] objective.local=0 | 1 | model.conv: a token is 10000
+model.conv=[[32,1000],[32,10]] objective.local=0 | 1 | model.conv: a token takes 10000
 pipeline.views=window | 1 | objective.method=cmsc needs halves
 model.encoder=resnet train.recompute_layers=true | 1 | train.recompute_layers=true: model.encoder=resnet has no layers
 objective.method=simclr | 1 | objective.method=simclr needs window

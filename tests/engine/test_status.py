@@ -102,7 +102,7 @@ def test_a_run_that_has_only_begun_and_one_of_an_earlier_version(run, capsys):
     "name, content, says",
     [
         (METRICS, None, "no metrics.jsonl: give the folder of a pretrain or finetune run"),
-        (METRICS, "", "has no steps yet"),
+        (METRICS, "", "has no step yet"),
         (METRICS, '{"step": 1}\n', "epoch"),
         ("run.json", None, "run.json"),
         ("run.json", "{", "Expecting"),

@@ -324,7 +324,7 @@ def test_labels_must_fit_the_model(tables, saved_model, refused, tmp_path):
     ):
         refused(message, model, "--labels", labels)
     other_kind = "is regression, but the model was fine-tuned for rhythm, of kind multiclass"
-    refused(f"--task age: {other_kind}", rhythm, "--task", "age")
+    refused(f"--task age: the kind of this task {other_kind}", rhythm, "--task", "age")
     refused("--task 'ages': .*did you mean age", rhythm, "--task", "ages")
     other = tmp_path / "other.csv"
     for model, content, message in (

@@ -92,7 +92,9 @@ def test_a_full_disk_names_the_output(data, pretrained, tmp_path, capsys, monkey
 
 @pytest.mark.parametrize(("key", "value"), [("fs_hz", 250), ("uv_per_lsb", 4.88)])
 def test_another_rate_or_unit_is_refused(key, value, copy, pretrained, refused):
-    refused(f"dataset.json: {key} is not valid", pretrained, "--data", copy(**{key: value}))
+    refused(
+        f"dataset.json: the entry {key} is not valid", pretrained, "--data", copy(**{key: value})
+    )
 
 
 @pytest.mark.parametrize("text", ["", "kind: regression", "tasks: {kind: regression}", "task: age"])

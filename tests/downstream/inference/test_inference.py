@@ -136,7 +136,7 @@ HARMS = [
     ("1 unexpected: encoder.x", weights, {"encoder.x": torch.zeros(48)}),
     (r"encoder.norm.weight is \[31\], not \[32\]", weights, OTHER_NORM),
     ("1 missing: head.bias", weights, {"head.bias": None}),
-    ("no model settings", text, {"name": "config.json", "content": FOREIGN}),
+    ("has no section `model`", text, {"name": "config.json", "content": FOREIGN}),
     ("config.json", text, {"name": "config.json", "content": "{"}),
     ("preprocessing.json: no such file", removed, {"name": "preprocessing.json"}),
     ("no model.safetensors", removed, {"name": "model.safetensors"}),

@@ -383,7 +383,7 @@ def test_the_recurrence_on_a_gpu_is_the_convolution(dtype, states, width, tokens
 {"norm": "none"}             | norm='none': use layer, batch, group
 {"kernels": [3]}             | kernels=[3], strides=[2, 1, 1, 1]: give each convolution a kernel and a stride of at least 1
 {"strides": [2, 1, 1, 0]}    | strides=[2, 1, 1, 0]: give each convolution a kernel and a stride of at least 1
-{"dropout": 1.0}             | dropout=1.0: must be
+{"dropout": 1.0}             | dropout=1.0: width, layers
 {"width": 12, "norm": "group"} | width=12: must be a multiple of 8
 {"depth": 2}                 | unexpected keyword argument 'depth'
 """),

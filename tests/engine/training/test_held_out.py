@@ -39,7 +39,7 @@ class Named:
     def table(self, names):
         return self.rows.select(names)
 
-    def parts(self, names):
+    def row_batches(self, names):
         return list(self.rows.select(names).to_batches(max_chunksize=1000))
 
 

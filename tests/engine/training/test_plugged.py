@@ -164,7 +164,7 @@ def test_fine_tuning_from_a_plugged_in_encoder(base, own, dataset, tmp_path):
     fewer = tune(code=True, augment__leads="2", augment__padded=False).one_line()
     assert "own.py:Net cannot take fewer leads: use augment.padded=true" in fewer
     odd = tune(code=True, task__head=f"{own}:Odd").one_line()
-    assert "Odd, 8 wide, 26 outputs: returns [4, 27]" in odd
+    assert "Odd, 8 wide, 26 outputs: the head returns [4, 27]" in odd
     tune(world=2, code=True, task__head=f"{own}:Top", train__precision="bf16").good()
     run = tmp_path / "run"
     tuned = omnilead.load(run, code=True)
@@ -317,7 +317,9 @@ def test_an_objective_of_one_s_own_in_a_run(own, training, tmp_path):
     wrong = how | {"objective__options": {"width": 3}}
     assert "unexpected keyword argument 'width'" in training("wrong", **wrong).one_line()
     start = str(one)
-    with pytest.raises(ConfigError, match=r"objective\.method=.*Apart is code: to run it, name"):
+    with pytest.raises(
+        ConfigError, match=r"objective\.method=.*Apart is code: to run that code, name"
+    ):
         read_settings(None, {"start": start})
     for method, options in ((f"{own}:Apart", {"size": 3}), ("cmsc", {})):
         continued = read_settings(None, {"start": start, "objective.method": method})
