@@ -64,8 +64,8 @@ def test_the_schema_says_what_each_setting_is(kind):
     unexplained = {name for name, one in settings.items() if "description" not in one}
     assert unexplained <= set(kind.model_fields) - {"run", "start"}  # a section is not a setting
     assert settings["log_every"]["description"] == "steps between log lines"
-    assert "Train and validate only" in settings["where"]["description"]  # a comment above
-    assert settings["padded"]["description"].startswith("keep the other leads")  # inherited
+    assert "age >= 18" in settings["where"]["description"]
+    assert "zeros in its input" in settings["padded"]["description"]  # inherited
 
 
 @pytest.mark.parametrize(

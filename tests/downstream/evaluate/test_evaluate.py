@@ -328,7 +328,7 @@ def test_labels_must_fit_the_model(tables, saved_model, refused, tmp_path):
     refused("--task 'ages': .*did you mean age", rhythm, "--task", "ages")
     other = tmp_path / "other.csv"
     for model, content, message in (
-        (rhythm, folds.read_text().replace("other", "strange"), "'strange' is not one of its"),
+        (rhythm, folds.read_text().replace("other", "strange"), "'strange' is not one of the"),
         (
             beats,
             splits.read_text().replace(";test", ";valid"),

@@ -172,7 +172,7 @@ def test_fine_tuning_from_a_plugged_in_encoder(base, own, dataset, tmp_path):
     assert tuned.config["head"]["definition"]["head"] == "own.py:Top"
     assert len(tuned.predict(dataset.read(0), 500, "12", "uV")) == 26
     classes = {"encoder": type(tuned.encoder)}
-    with pytest.raises(LoadError, match="its head is code in that folder"):
+    with pytest.raises(LoadError, match=r"the head is code in own\.py of that folder"):
         omnilead.load(run, **classes)
     assert omnilead.load(run, **classes, head=type(tuned.head)).classes == tuned.classes
     assert 'omnilead.load("THIS_FOLDER", code=True)' in card(run)
