@@ -228,7 +228,7 @@ def label_table_of_run(model: str) -> str:
 
 def score_lines(document: Facts, halves: bool = False) -> Iterator[str]:
     """Yields lines for the terminal with the scores of whole records and, if `halves`, of single
-    halves of 5 s."""
+    windows; for identification, with the scores of the probes."""
     from omnilead.downstream.evaluation.results import scored_windows_text, sentence_to_report
 
     yield "{task}, role {role}, leads {leads}: {model} on {dataset}".format(**document)

@@ -100,8 +100,8 @@ def rate_and_axis(x_LT: Array, missing: Collection[str] = ()) -> str:
 
 
 def heart_rate(x_LT: Array) -> float | None:
-    """Return the heart rate in beats a minute; None if fewer than three beats are found, or beats that
-    differ too much. `x_LT` is in millivolts."""
+    """Return the heart rate in beats a minute; None if fewer than three beats are found, if their
+    QRS is too small, or if they differ too much. `x_LT` is in millivolts."""
     peaks = r_peaks(x_LT)
     if len(peaks) < 3 or not _beats_agree(*median_beat_and_rhythm(x_LT)):
         return None
@@ -155,7 +155,7 @@ def _axis_text(beat_LT: Array, missing: Collection[str]) -> str:
     net_i, net_avf = net_L[LEADS.index("I")], net_L[LEADS.index("aVF")]
     if np.hypot(net_i, net_avf) < MIN_QRS_MV:
         return "no axis: the QRS is as much up as down in I and aVF"
-    # aVF is smaller than a bipolar limb lead by sqrt(3) / 2, which the factor undoes
+    # aVF is sqrt(3) / 2 times as large as a bipolar limb lead, which the factor undoes
     degrees = np.degrees(np.arctan2(2 / np.sqrt(3) * net_avf, net_i))
     return f"QRS axis {degrees:.0f}\u00b0"
 

@@ -306,7 +306,7 @@ class _PtbXlTables(NamedTuple):
     source: str
     records: np.ndarray
     fold: np.ndarray
-    # Likelihood of each statement in per cent, NaN if a record does not have it
+    # Likelihood of each statement in per cent: 0 if it is stated without one, NaN if it is not stated
     likelihood: np.ndarray  # float32 [records, statements]
 
 

@@ -70,7 +70,7 @@ REQUIRED_ENTRIES = {
     "leads": "12 (I II III aVR aVL aVF V1 to V6), or the names of all leads in order",
 }
 MAX_ECGS, MAX_ARRAY_SAMPLES, MAX_ARRAY_TABLE = 20_000_000, 2_000_000, 2**29
-FINGERPRINT_SAMPLES = 64  # samples of each lead that stand for the waveform in a fingerprint
+FINGERPRINT_SAMPLES = 64  # the first samples of each lead, which stand for it in a fingerprint
 NOT_MEASURED = -32_768  # value of int16 samples that were not measured
 
 

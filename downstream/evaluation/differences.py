@@ -156,10 +156,9 @@ def rows_and_differences(scores: Scores, random: Mapping[str, str]) -> Facts:
 
 
 def score_interval(value_B: Array, people: int = 0) -> list[float]:
-    """Returns the 95 % interval of a score or of a difference. If a score is a share of `people`
-    and is 0 or 1, resamples never change it, so the interval is Clopper and Pearson's. If all
-    resamples agree, the interval is NaN, except for a difference of 0: a model does not differ from
-    itself."""
+    """Returns the 95 % interval of a score or of a difference. If a score is a share of `people` and
+    is 0 or 1, resamples never change it, so the interval is Clopper and Pearson's. If all resamples
+    agree, the interval is NaN, unless the value is 0: a model does not differ from itself."""
     if people > 1 and np.isclose(value_B[0], (0, 1)).any():
         return exact_interval(round(value_B[0]) * people, people)
     ends: list[float] = bca_interval(value_B).tolist()

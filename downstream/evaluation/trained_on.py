@@ -125,8 +125,9 @@ def _crops_and_times(dataset: Dataset, trained: TrainedOn) -> tuple[pa.Table, np
 
 
 def _records_table(crops: pa.Table, uses: CropUses, times: np.ndarray | None) -> pa.Table:
-    """Returns a table with a row for each record: the last use of its waveforms, the last use of
-    its patient (both an index of USES, -1 for none), and how often its crops were drawn."""
+    """Returns a table with a row for each record: the use of its waveforms and the use of its patient
+    (both an index of USES, the largest of several, -1 for none), and how often its crops were drawn
+    (null if that is not known)."""
     times_drawn = pa.nulls(len(crops), pa.int64()) if times is None else pa.array(times)
     columns = [*(crops[name] for name in ID_COLUMNS), uses.waveform, uses.owner, times_drawn]
     table = pa.table(columns, [*ID_COLUMNS, "waveform", "owner", "times"])
@@ -138,7 +139,8 @@ def _records_table(crops: pa.Table, uses: CropUses, times: np.ndarray | None) ->
 
 
 def _use_count_lines(uses: CropUses, records: pa.Table, times: np.ndarray | None) -> Iterator[str]:
-    """Yields the lines of a table that says how many crops, records and patients have each use."""
+    """Yields the lines of a table that says how many crops, records and patients have each use and,
+    with `times`, a line that says how often crops were drawn."""
     by_record = records["waveform"].to_numpy()
     first_crops = np.unique(uses.owner_hash, return_index=True)[1]
     by_patient = uses.owner[first_crops]

@@ -606,10 +606,10 @@ class EcgCrops(NamedTuple):
 
 def cut_crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> EcgCrops:
     """Returns the crops of one ECG [L, T], cut from its start as for a dataset. A remainder of 5 s
-    or more becomes a crop with one half; a shorter remainder is dropped. An ECG shorter than 5 s is
-    refused. If a lead has a sample that was not measured in a crop (NaN, in int16 -32768, in a
-    masked array masked), the whole lead is zero in that crop. Crops in which no lead was measured,
-    or all leads are flat, are left out."""
+    or more becomes a crop with one half, unless the model's window is longer than 5 s; other
+    remainders are dropped. An ECG shorter than wanted.shortest_ecg_s is refused. If a lead has a sample that was not measured in a crop (NaN, in int16 -32768, in a
+    masked array masked), the whole lead is zero in that crop. Crops in which no lead that the
+    model uses was measured, or in which each lead is flat or missing, are left out."""
     indices = leads_in_order(leads)
     wanted.require_leads(indices)
     values, names = _signal_array(signal), tuple(LEADS[lead] for lead in indices)

@@ -64,7 +64,7 @@ def split_crops(
         split_N, folds = _splits_and_folds(task, sheet, columns[0], labelled_N, people)
     else:
         folds = {}
-        # data.hold_out chooses the patients with the lowest hashes, who are in test here
+        # Patients with the lowest hashes are in test, because data.hold_out chooses the lowest, too
         split_N = TEST - np.digitize(uniform_hashes(people.names), (0.1, 0.2))[people.owner_N]
     without_copies_N = _without_copies(split_N, datasets, labelled_N)
     remarks = []

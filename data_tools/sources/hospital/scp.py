@@ -25,8 +25,9 @@ YEARS_PER_UNIT_CODE = dict(enumerate(AGE_UNITS.values(), 1))
 PATIENT_ID, AGE, SEX, END = 2, 4, 8, 255  # tags of fields in section 1
 DEFAULT_TABLE = 19999
 JUMP_DOUBLINGS = 4  # the Huffman decoder's loop advances 2**JUMP_DOUBLINGS numbers at a time
-# The standard's default Huffman table, by the next ten bits. A code of n ones, a zero and a sign bit means n
-# or -n. A code that begins with nine ones is followed by a number of 8 or 16 bits
+# The standard's default Huffman table, by the next ten bits. A zero bit means 0. A code of n ones (1 to 8),
+# a zero and a sign bit means n or -n. A code that begins with nine ones has ten bits, and a number of 8 or 16
+# bits follows it
 _LEADING_ONES = np.array([10 - (1023 ^ bits).bit_length() for bits in range(1024)])
 _CODE_LENGTHS = np.where(
     _LEADING_ONES == 0,
