@@ -110,7 +110,7 @@ def check_part(part: Part) -> None:
 
 
 def all_parts(results: Path = RESULTS) -> list[Part]:
-    """Returns the parts of all records in a folder, sorted by `sort_key`: the newest last."""
+    """Returns the parts of all records in a folder, sorted by `sort_key`: the part that counts most is last."""
     parts = [part for path in sorted(results.glob("*.json")) for part in load_parts(path)]
     return sorted(parts, key=sort_key)
 

@@ -72,8 +72,8 @@ def time_first_batch(dataset: str) -> Iterator[float]:
 
 
 def run_ranks(run: e2e.LoopRun, world: int) -> Result:
-    """Measures the training loop in `world` processes at once, with one thread each and the same batch size in
-    all."""
+    """Measures the training loop in `world` processes at once, each with one thread and the same batch
+    size."""
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
     run = replace(run, run=f"{run.run}-{world}", sides=("loaded",), threads=1)
 

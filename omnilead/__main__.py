@@ -63,8 +63,8 @@ HEADINGS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the chosen command and returns its exit code. Only the command's own module is imported, so that
-    --help does not wait for PyTorch."""
+    """Runs the chosen command and returns its exit code. Modules of other commands are not imported, so
+    that --help does not wait for PyTorch."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     about = {"description": __doc__, "epilog": listed_commands()}
     parser = Parser("omnilead", **about, formatter_class=argparse.RawDescriptionHelpFormatter)

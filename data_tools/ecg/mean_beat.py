@@ -115,7 +115,8 @@ class HeartRates:
         self.of_source: dict[str, list[float | None]] = {}
 
     def add(self, source: str, uv_LT: Array) -> None:
-        """Adds the heart rate of an ECG of this source. `uv_LT` is in microvolts at 500 Hz."""
+        """Adds the heart rate of an ECG of this source, unless it has MAX_RATED_ECGS already. `uv_LT` is in
+        microvolts at 500 Hz."""
         rates = self.of_source.setdefault(source, [])
         if len(rates) < MAX_RATED_ECGS:
             rates.append(heart_rate(uv_LT / np.float32(1000)))

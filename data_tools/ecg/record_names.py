@@ -124,7 +124,8 @@ def _lost_zeros_note(absent: pa.Array, targets: pa.Array) -> str:
 
 def _name_spellings(record: pa.Array) -> Iterator[tuple[int, pa.Array]]:
     """Yields (way, names): the record names of a table, converted in each way in which a dataset may have
-    named them. The most exact ways come first."""
+    named them. The most exact ways come first, except that the
+    file names of PTB-XL, which are EXACT too, come last."""
     yield EXACT, record
     path = _record_paths(record)
     yield EXACT, _to_record_names(path, odd_files=True)

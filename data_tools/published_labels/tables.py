@@ -144,7 +144,7 @@ class PublishedLabels(NamedTuple):
 
     name: str  # of the files to write, without suffix
     about: str  # what the labels are, for the JSON file
-    read: tuple[str, ...]  # paths of the archive's files that the labels come from
+    read: tuple[str, ...]  # paths of the archive's files whose SHA-256 the JSON file states
     source: str | Sequence[str]  # the source of all records, or of each record
     records: Sequence[str] | np.ndarray  # ids of the records
     labels: Labels

@@ -250,7 +250,7 @@ def _read_old_table(made: Dataset) -> pa.Table:
 
 
 def _read_columns(parts: ShardParts, numbers: pa.Table, names: list[str]) -> pa.Table:
-    """Returns columns of all rows. The columns in `numbers` are not read again."""
+    """Returns columns of all rows: from `numbers`, which were read before, if it has them all."""
     if set(names) <= set(numbers.column_names):
         return numbers.select(names)
     return parts.columns(names)

@@ -103,7 +103,7 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
             f" {options.out}: is also a source, and a dataset never changes: choose another ",
             Flag("--out"),
         )
-    # A finished dataset is not locked, because nobody may be allowed to write to its folder
+    # A finished dataset is not locked, because its folder may be one that nobody can write to
     untouched = complete and not unfinished
     with nullcontext() if untouched else lock_folder(out):
         return _plan_and_build(sources, options, mark, out, is_locked=not untouched)

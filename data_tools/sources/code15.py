@@ -23,7 +23,7 @@ CODE_OF_LABEL = parse_pairs("""
 1dAVb 270492004, RBBB 59118001, LBBB 164909002, SB 426177001, ST 427084000, AF 164889003
 """)
 MAX_EXAMS = 1_000_000  # of a part file; those of the release have 20,001
-UNIT_SAMPLE_EXAMS = 200  # exams from which the unit is estimated
+UNIT_SAMPLE_EXAMS = 200  # the unit is estimated from at least so many exams, if there are as many
 # Units in which known copies store the tracings
 STEPS_PER_MV = {"V": 1e-3, "mV": 1.0, "0.1 mV": 10.0, "uV": 1e3}
 # Range in which the median ECG has its largest peak-to-peak amplitude

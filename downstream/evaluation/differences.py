@@ -19,8 +19,8 @@ from ..tasks.metrics import Array, bca_interval, exact_interval, statistic_of, w
 
 ROW_KEYS = ("model", "task", "leads", "share")  # the keys that together identify a row
 RESAMPLES = 1000
-# The function metrics.bca_interval makes the intervals. A bench.json without `interval_method` has
-# plain percentiles
+# The function metrics.bca_interval makes the intervals, except that of an accuracy of 0 or 1, which
+# is exact. A bench.json without `interval_method` has plain percentiles
 INTERVAL_METHOD = "BCa"
 RANKING_METRICS = ("auroc", "auprc", "c_index")  # these metrics rank ECGs by their scores
 METRIC_RANGES = {"mae": (0, np.inf), "rmse": (0, np.inf), "r2": (-np.inf, 1), "pearson": (-1, 1)}

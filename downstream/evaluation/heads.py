@@ -148,8 +148,8 @@ def fitted_ecgs_table(datasets: Datasets, rows: Array) -> pa.Table:
 
 def fold_of_records(datasets: Datasets, train: ProbedRecords, options: HeadOptions) -> Array:
     """Returns the fold in which each record is held out. It is NEVER_HELD_OUT for all records if they
-    are of one patient. If there are many records, only one fold is held out, and the others are
-    NEVER_HELD_OUT."""
+    are of one patient. If there are more than ROWS_FOR_ONE_FOLD and `options.folds` is 0, only
+    one fold is held out, and the records of the others are NEVER_HELD_OUT."""
     group_N = fold_groups(datasets, train)
     count = options.folds or min(DEFAULT_FOLDS, len(np.unique(group_N)))
     if count < 2:

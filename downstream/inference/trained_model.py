@@ -397,8 +397,8 @@ class TrainedModel(nn.Module):
     def predict(
         self, signal: Any, fs_hz: float, leads: Leads, unit: str = "mV"
     ) -> dict[str, float] | list[dict[str, float]]:
-        """Returns {class: probability} or {name: value in `self.unit`} for an ECG [L, T], or a list
-        of these for several ECGs [B, L, T]. A prediction is the mean over the segments of the ECG,
+        """Returns {class: probability}, {name: value in `self.unit`} or, in a survival task, {name: risk}
+        for an ECG [L, T], or a list of these for several ECGs [B, L, T]. A prediction is the mean over the segments of the ECG,
         as `evaluate` scores a record. Arguments: see `embed`. Warns if an amplitude is not an
         ECG's. Also warns if leads are missing (not named, NaN or all zero), unless the model was
         trained with missing leads."""
@@ -607,9 +607,10 @@ class EcgCrops(NamedTuple):
 def cut_crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> EcgCrops:
     """Returns the crops of one ECG [L, T], cut from its start as for a dataset. A remainder of 5 s
     or more becomes a crop with one half, unless the model's window is longer than 5 s; other
-    remainders are dropped. An ECG shorter than wanted.shortest_ecg_s is refused. If a lead has a sample that was not measured in a crop (NaN, in int16 -32768, in a
-    masked array masked), the whole lead is zero in that crop. Crops in which no lead that the
-    model uses was measured, or in which each lead is flat or missing, are left out."""
+    remainders are dropped. An ECG shorter than wanted.shortest_ecg_s is refused. If a lead has a
+    sample that was not measured in a crop (NaN, in int16 -32768, in a masked array masked), the whole
+    lead is zero in that crop. Crops in which no lead that the model uses was measured, or in which
+    each lead is flat or missing, are left out."""
     indices = leads_in_order(leads)
     wanted.require_leads(indices)
     values, names = _signal_array(signal), tuple(LEADS[lead] for lead in indices)

@@ -38,7 +38,7 @@ CHART_STYLE: Any = {
     "svg.hashsalt": "omnilead",  # without a fixed salt, the ids in a file are random
 }
 styled = matplotlib.rc_context(CHART_STYLE)  # decorates functions that draw
-# lines for chance, means and equality
+# dotted lines for chance, equality, the best step, and a mean with its limits
 GUIDE_STYLE: Any = {"color": "#75757d", "ls": ":", "lw": 1.2}
 MANY_POINTS = 1000  # a line with more points is drawn as an image, so that the page stays small
 LIMITS_SD = 1.96  # within so many standard deviations lie 95 % of normally distributed differences

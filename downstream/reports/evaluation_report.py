@@ -275,7 +275,7 @@ def survival_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str,
     table, lines = [[f"at risk, {unit}", *map("{:.3g}".format, ticks)]], {}
     for third, name in enumerate(("lowest risks", "middle", "highest risks")):
         y_G = y_N[third_N == third]
-        if len(y_G):  # a third is empty if all risks are equal
+        if len(y_G):  # a third may be empty if risks are equal
             lines[name] = kaplan_meier_curve(y_G)
             table.append([name, *(f"{(np.abs(y_G) >= tick).sum():,}" for tick in ticks)])
     curve = charts.share_curves("Without the event, by thirds of the risk", unit, lines)

@@ -47,7 +47,8 @@ CHALLENGE_WEIGHTS_FILE = "challenge_weights.csv"
 WEIGHT_UNIT = 80  # the weights of the Challenge are multiples of 1/80
 THRESHOLD = 0.5
 CALIBRATION_BINS = 10  # number of equally wide bins of probabilities
-# a class needs this many patients with it, and as many without it, for a bootstrap
+# A bootstrap needs a class with this many patients with it and as many without it; in survival, this
+# many patients with the event
 FEW_PATIENTS = 10
 TOO_FEW_NOTE = (
     f"No class has {FEW_PATIENTS} patients with it and {FEW_PATIENTS} without it, or fewer than {FEW_PATIENTS} had the event: "

@@ -105,8 +105,8 @@ def _remarks_on_rare_classes(records_of: dict[str, int]) -> list[str]:
 
 
 def _remarks_on_codes(task: TaskConfig, sheet: JoinedSheet) -> list[str]:
-    """Returns remarks on numbers far from all others, such as -9 or 999, which may mean
-    "unknown"."""
+    """Returns remarks on numbers that may mean "unknown": -1 or -9 if no other number is negative,
+    or 999 if it is far above all others."""
     remarks = []
     for name in task.columns:
         values = pc.unique(sheet.cells[name]).drop_null().to_pylist()

@@ -298,7 +298,8 @@ def local_objective_flops(
 
 def masked_share(config: ModelConfig, tokens: int) -> float:
     """Return the expected share of masked tokens. It is 1 minus the mean over tokens of the probability
-    that no drawn span covers the token."""
+    that no drawn span covers the token. mask_trim, and that mask_starts=count draws at least two spans, are
+    left out."""
     starts, rate = tokens - config.mask_span, config.mask_share / config.mask_span
     if config.mask_starts == "bernoulli":
         return 1 - sum((1 - rate) ** min(n + 1, config.mask_span) for n in range(tokens)) / tokens

@@ -191,7 +191,8 @@ class PositionalConvolution(nn.Module):
 def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> Tensor:
     """Return the grouped convolution of x over time, [R, N, D]."""
     taps = weight_DcK.shape[2]
-    # The authors pad both ends by taps // 2 and drop the last output; this pads to the same result
+    # The authors pad both ends by taps // 2 and, if taps is even, drop the last output; the result is
+    # the same
     x_RDN = F.pad(x_RND.transpose(1, 2), (taps // 2, (taps - 1) // 2))
     low = weight_DcK.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
     if weight_DcK.is_cpu and low:

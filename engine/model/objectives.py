@@ -195,8 +195,8 @@ def local_loss(
     codes_RMG: Tensor | None = None,
     temperature: float = 0.1,
 ) -> tuple[Tensor, Tensor]:
-    """Return (the loss of the local objective, the share of masked tokens whose target is nearer than all
-    negatives), in float32."""
+    """Return (the loss of the local objective, the share of masked tokens that _target_is_nearest
+    counts, averaged over rows), in float32."""
     with torch.autocast(context_RMP.device.type, enabled=False):
         context_RMP = unit_vectors(context_RMP)
         target_RMP = unit_vectors(target_RMP)

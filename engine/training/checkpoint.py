@@ -267,8 +267,8 @@ def _publish(path: Path, state: str, manifest: dict[str, Any], keep: int) -> Non
     manifest[STATE] = _size_and_checksum(state)
     write_whole(path / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
     sync_folder(path)
-    # `best` is written before `latest`: a run that is killed in between resumes after the step of
-    # `latest`, so it would not write `best` again
+    # `best` is written before `latest`. In the other order, a run that is killed in between would
+    # resume after this step, and never write `best` for it
     _point_to_best(root, path, json.loads(state))
     write_whole(root / LATEST, path.name)
     for file in path.glob(".rank*.json"):

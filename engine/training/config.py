@@ -155,7 +155,7 @@ class TrainConfig(Section):
     # the run stops after this many steps in a row with a non-finite loss or gradient; checked when
     # logging
     max_nonfinite: MayChange[int] = Field(default=10, ge=1, le=10**6)
-    # seed of the data order, the augmentation and the initial weights
+    # seed of the data order, the augmentation, the initial weights, dropout and the objective's draws
     seed: int = Field(default=0, ge=0, lt=2**63)
     # use deterministic GPU kernels; an operation without one stops the run with an error that names
     # it

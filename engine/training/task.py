@@ -52,7 +52,7 @@ class TrainingTask(ABC):
     selection: Selection  # the crops to train on
     flops_per_crop: float
     input: Input  # the signals that the model takes
-    windows: int  # number of windows of each crop in a step, as in LoaderConfig
+    windows: int  # LoaderConfig.windows: number of windows of each crop; 0: its halves
     remarks: Sequence[str]  # lines that are printed at the start of training
     code: Mapping[str, bytes]  # name -> content of plugged-in code, for RUN/code and RUN/model
     kept_files: Mapping[str, bytes]  # name -> content of other files to write to RUN
