@@ -30,7 +30,7 @@ from omnilead.engine.data import reader as module
 from omnilead.engine.data.reader import CropReader, read_ahead
 from omnilead.engine.data.staging import Staging
 from tests.forks import started
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -464,7 +464,7 @@ class Request: dataset, row = np.zeros(2, int), np.array([1, 2])
 class Stuck:
     datasets, entered = {0: None}, threading.Event()
     @contextmanager
-    def hold(self, shards):
+    def hold_shards(self, shards):
         self.entered.set()
         threading.Event().wait()
         yield {}
@@ -493,7 +493,7 @@ def test_the_interpreter_exits_while_batches_are_prefetched(small):
         subprocess.Popen([*command, shards], cwd=where, stderr=subprocess.PIPE, text=True)
         for shards in ("stuck", "there")
     ]
-    assert [(one.communicate()[1], one.returncode) for one in both] == [("", 0)] * 2
+    assert [(one.communicate(timeout=HANG_S)[1], one.returncode) for one in both] == [("", 0)] * 2
 
 
 def test_an_interpreter_that_exits_before_the_thread_starts_reads_nothing(monkeypatch):

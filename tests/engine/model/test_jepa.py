@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.draws import row_keys
 from omnilead.engine.model.encoders import encoder_flops
-from omnilead.engine.model.jepa import draw_blocks, jepa_flops
+from omnilead.engine.model.jepa import draw_blocks, flops_added_by_jepa
 from omnilead.engine.settings.errors import ConfigError
 
 TOKENS = 50  # of 800 samples
@@ -33,7 +33,7 @@ def test_its_flops_are_those_of_its_passes():
         model(waves(1, 1600), keys(1))["loss"].backward()
     windows, tokens = 2, 800
     encoder = encoder_flops(model.encoder, config, False, 1600, windows=1)
-    ours = windows * (encoder + jepa_flops(encoder, tokens, 48))
+    ours = windows * (encoder + flops_added_by_jepa(encoder, tokens, 48))
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.1)
 
 
