@@ -214,7 +214,7 @@ def _drop_wfdb_files(names: Sequence[str]) -> Iterator[str]:
 
 
 def _patient_id(text: str | None) -> str | None:
-    """Return a patient's id; None for an empty text or a placeholder, because otherwise all anonymised files
+    """Return a patient's id; None for an empty text or one such as "anonymous", because otherwise all anonymised files
     would belong to one patient."""
     text = (text or "").strip()
     if not text or text.lower() in ANONYMOUS_IDS or len(set(text)) < 2 <= len(text):
