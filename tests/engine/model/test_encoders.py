@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny import SMALL
 from torch import nn
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
 from omnilead.engine.model.encoder import Encoder
@@ -22,7 +24,7 @@ from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.resnet import ResNet
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import read_plugin_files
-from omnilead.engine.training.pretraining import examine_objective
+from omnilead.engine.training.pretraining import ProductsInFloat32, examine_objective
 from omnilead.engine.training.task import describe_encoder
 from tests.tables import tabulated
 
@@ -236,6 +238,27 @@ def test_an_objective_of_one_s_own(own, objectives):
     model = Pretrainer(replace(SMALL, codes=8, layers=1), both)
     names = {f"loss_{name}" for name in ("local", "diversity", "features", "near", "far")}
     assert names < set(model(x_BSLT, keys_BS))
+
+
+def test_an_examination_in_bf16_multiplies_in_float32(own, objectives):
+    dtypes = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            if operation.__name__ in ("mm.default", "addmm.default"):
+                dtypes.extend(x.dtype for x in args)
+            return operation(*args, **(kwargs or {}))
+
+    with Record():
+        assert examine_objective(pretrainer(own, objectives, "One"), torch.bfloat16)
+    assert set(dtypes) == {torch.float32}
+    a, b, bias = torch.randn(3, 64, 64).bfloat16()
+    with ProductsInFloat32():
+        product, layer = a @ b.T, F.linear(a, b, bias)
+        with pytest.raises(RuntimeError, match="same dtype"):
+            a @ b.float()
+    assert product.equal((a.float() @ b.T.float()).bfloat16())
+    assert layer.equal(F.linear(a.float(), b.float(), bias.float()).bfloat16())
 
 
 @pytest.mark.parametrize(
