@@ -570,6 +570,11 @@ def check_config(config: RunConfig, world: int) -> None:
             "train.zero_stage=0: DeepSpeed's bf16 Adam is one step off there: use stage 1",
         ),
         (
+            "offload_optimizer" in (_deepspeed_file(config).zero_optimization.model_extra or {}),
+            f"train.deepspeed={t.deepspeed!r}: offload_optimizer is not supported, because omnilead's "
+            "AdamW runs on the GPU: leave it out",
+        ),
+        (
             t.schedule == "tri_stage" and t.warmup + t.hold > 1,
             f"train.warmup={t.warmup}, train.hold={t.hold}: are shares of all steps and must add "
             "up to 1 at most",

@@ -228,8 +228,8 @@ def pending_gradients(zero: Any, adam: GuardedAdamW) -> list[Tensor]:
     groups = [grads for grads in kept.values() if grads is not None]
     if len(groups) != adam.calls_per_step - 1:
         raise ConfigError(
-            "train.lr_factors: needs all gradients at once, which DeepSpeed does not keep here: leave out "
-            "train.lr_factors, or offload_optimizer in train.deepspeed, or use deepspeed 0.19.8"
+            "train.lr_factors: needs all gradients at once, which this DeepSpeed does not keep: leave out "
+            "train.lr_factors, or use deepspeed 0.19.8"
         )
     return [grad for grads in groups for grad in grads]
 

@@ -193,7 +193,9 @@ def test_the_global_batch_does_not_depend_on_the_world_size():
 
 def test_a_deepspeed_file_holds_communication_only(tmp_path):
     file = tmp_path / "ds.json"
-    config = build_config({"train": {"deepspeed": str(file)}})
+    config = build_config(
+        {"data": {"datasets": ["D"]}, "train": {"deepspeed": str(file), "steps": 1}}
+    )
     for text, says in (
         ('{"train_batch_size": 8}', "train_batch_size: no such setting"),
         ('{"zero_optimization": {"stage": 4}}', "zero_optimization.stage=4"),
@@ -206,6 +208,9 @@ def test_a_deepspeed_file_holds_communication_only(tmp_path):
     file.write_text('{"zero_optimization": {"stage": 2, "overlap_comm": true}}')
     kept = {"stage": 2, "overlap_comm": True, "compute_grad_norm": False}
     assert deepspeed_json(config, 1)["zero_optimization"] == kept
+    file.write_text('{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}')
+    with pytest.raises(ConfigError, match=r"ds.json': offload_optimizer is not supported"):
+        check_config(config, 1)
     for path in (CONFIGS / "deepspeed").glob("*.json"):
         assert zero_stage(build_config({"train": {"deepspeed": str(path)}})) == int(path.stem[-1])
 
