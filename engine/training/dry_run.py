@@ -31,6 +31,7 @@ from ..data.config import HALF
 from ..data.loader import Batch, crop_order
 from ..data.order import Order, Places
 from ..model.kernels import REPLACEMENTS
+from ..model.s4 import StateSpace
 from .arguments import dtype_of
 from .config import RunConfig, micro_batch_and_passes, zero_stage
 from .distributed import Ranks
@@ -265,7 +266,7 @@ def saved_tensor_bytes(task: TrainingTask, model: nn.Module, places: Places) -> 
     # next training
     x_BSLT = torch.zeros(len(places), 2, leads, HALF)
     arguments = task.arguments(Batch(x_BSLT, places, keep_BSL1=masks), 1, 1)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, gpu_operations():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, gpu_operations(model):
         weights: dict[str, Tensor] = {}
         for name, p in model.named_parameters():
             weights[name] = mode.from_tensor(p).to(dtype).detach().requires_grad_(p.requires_grad)
@@ -290,10 +291,11 @@ class FusedAttention(torch.autograd.Function):
 
 
 @contextmanager
-def gpu_operations() -> Iterator[None]:
+def gpu_operations(model: nn.Module) -> Iterator[None]:
     """A context in which operations are those of a GPU: torch's own instead of the replacements for
-    a CPU, and fused attention."""
+    a CPU, fused attention, and S4's kernels."""
     attention, for_a_cpu = F.scaled_dot_product_attention, REPLACEMENTS["cpu"].copy()
+    spaces = [part for part in model.modules() if isinstance(part, StateSpace)]
 
     def fused_attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         y: Tensor = FusedAttention.apply(q, k, v)
@@ -301,8 +303,12 @@ def gpu_operations() -> Iterator[None]:
 
     F.scaled_dot_product_attention = fused_attention  # type: ignore[assignment]
     REPLACEMENTS["cpu"].clear()
+    for space in spaces:
+        space.in_registers = True
     try:
         yield
     finally:
         F.scaled_dot_product_attention = attention
         REPLACEMENTS["cpu"].update(for_a_cpu)
+        for space in spaces:
+            space.in_registers = False

@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import BatchNorm1d, SyncBatchNorm
 
 from omnilead.downstream import finetune
 from omnilead.engine import pretrain
 from omnilead.engine.data.loader import Batch, crop_order
+from omnilead.engine.model.s4 import StateSpace
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.dry_run import (
     gpu_operations,
@@ -188,7 +190,7 @@ def test_activations_are_what_autograd_keeps(settings, dataset):
     x_BSLT = torch.randn(3, 2, 12, 2500)
     masks = None if task.input.uses_stored_halves else np.ones((3, task.windows, 12, 1), bool)
     arguments = task.arguments(Batch(x_BSLT, places, keep_BSL1=masks), 1, 1)
-    with gpu_operations(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with gpu_operations(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         model(*arguments)
     for p in model.parameters():
         kept.pop(p.untyped_storage().data_ptr(), None)
@@ -201,6 +203,20 @@ def test_activations_are_what_autograd_keeps(settings, dataset):
         whole = saved_tensor_bytes(task, model, places)
         assert counted < 0.7 * whole
         assert 3 * least == pytest.approx(counted + (whole - counted) / 8, rel=0.05)
+
+
+def test_s4_is_counted_with_its_kernels_of_a_gpu():
+    """Between chunks they keep no states, which are as large as the input."""
+    space, shapes = StateSpace(8, states=4, bidirectional=False, length=40), []
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        gpu_operations(space),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: shapes.append(x.shape), lambda x: x),
+    ):
+        assert space(torch.randn(7, 40, 8)).shape == (7, 40, 8)
+    assert [shape for shape in shapes if 40 in shape] == [(7, 40, 8)]
+    assert not any(7 * 2 in shape for shape in shapes)  # chunks: of 32 tokens on a CPU
+    assert not space.in_registers
 
 
 def test_weights_gradients_and_adamw_are_spread_by_zero_stage():
