@@ -53,7 +53,7 @@ from ..io.storage import Folder, dataset_folder, explain_write_errors, prefetch,
 from ..sharding.finishing import parquet_bytes
 from ..sources.base import dataset_patient, links_hint, name_with_folders, read_safely, read_table
 from ..sources.code15 import EXAMS_CSV, MAX_EXAMS_CSV
-from ..sources.wfdb import MAX_HEADER_BYTES, parse_header, stated_name
+from ..sources.wfdb import MAX_HEADER_BYTES, checked_name, parse_header
 from ..sources.wfdb_archives import (
     ACCEPTABLE_LIST,
     PTBXL_CSV_PATHS,
@@ -428,7 +428,7 @@ def _labels_of_codes(
 
 def _name_and_diagnoses(root: Folder, key: str) -> tuple[str, tuple[str, ...]]:
     header = parse_header(root.read(key, MAX_HEADER_BYTES))
-    return stated_name(header.name, key), snomed_codes_and_word_count(parse_dx(header.dx))[0]
+    return checked_name(header.name, key), snomed_codes_and_word_count(parse_dx(header.dx))[0]
 
 
 def physionet2011_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:

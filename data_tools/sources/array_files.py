@@ -24,7 +24,7 @@ from .zip_folder import is_in_zip
 
 ARRAY_ENDINGS = (".npy", ".npz", ".zarr", ".h5", ".hdf5")
 MAX_ARRAY_CHUNK = 64 * 2**20  # bytes; limited because a chunk is always decompressed as a whole
-MAX_ARRAY_META = 2**20
+MAX_ZARR_META_BYTES = 2**20
 LOCAL_ONLY = (
     "arrays are only read from a local disk: copy them there, and unpack them if they are in a zip"
 )
@@ -80,7 +80,7 @@ def open_array(root: Folder, part: str, name: str) -> Any:
 
 def arrays_in(root: Folder, part: str) -> dict[str, Any]:
     """Open the arrays in a file that are in no group, and return them by name. Only the first 20 names are
-    looked at. The name is "" if the file is a single array."""
+    looked at. If the file is a single array, its name is ""."""
     path, names = path_inside(root, part), [""]
     with array_errors(part):
         if part.endswith(".npz"):
@@ -167,7 +167,7 @@ def _open_zarr(root: Folder, place: str) -> Any:
     path_inside(root, place)
     for meta in ZARR_META_FILES:
         if root.exists(f"{place}/{meta}"):
-            facts = json.loads(root.read(f"{place}/{meta}", MAX_ARRAY_META))
+            facts = json.loads(root.read(f"{place}/{meta}", MAX_ZARR_META_BYTES))
             if others := set(_codec_and_other_names(facts)) - SAFE_CODECS - NON_CODEC_NAMES:
                 raise ReadError(
                     "zarr codec", f"{place}: not supported: {', '.join(sorted(map(str, others)))}"

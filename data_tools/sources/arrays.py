@@ -70,7 +70,7 @@ REQUIRED_ENTRIES = {
     "leads": "12 (I II III aVR aVL aVF V1 to V6), or the names of all leads in order",
 }
 MAX_ECGS, MAX_ARRAY_SAMPLES, MAX_ARRAY_TABLE = 20_000_000, 2_000_000, 2**29
-FINGERPRINT_SAMPLES = 64  # the first samples of each lead, which stand for it in a fingerprint
+FINGERPRINT_SAMPLES = 64  # number of first samples of each lead that go into a record's fingerprint
 NOT_MEASURED = -32_768  # value of int16 samples that were not measured
 
 
@@ -87,7 +87,7 @@ class ArrayDescription(BaseModel):
     fs_hz: str
     padding: Literal["", "zeros"] = ""
     table: str = ""
-    # Names of columns of the table; without a table, of arrays in the same file
+    # Each of these names a column of the table; without a table, it names an array in the file
     record: str = ""
     patient: str = ""
     age: str = ""
@@ -117,8 +117,8 @@ class ArrayDescription(BaseModel):
 
 
 class ArrayTable(NamedTuple):
-    """The cells of a table as text, and the row of each ECG; `rows` is None if the rows are in the order of
-    the ECGs."""
+    """The cells of a table as text. `rows` is {number of an ECG, or name of its file: its row}; None if the rows
+    are in the order of the ECGs."""
 
     cells: pa.Table
     rows: Mapping[str, int] | None
@@ -170,9 +170,9 @@ class ArraySource(Source):
                 text += f", {length_s:g} s long in the first file{', padded' * bool(facts.padding)}"
         if facts.table and facts.has_many_ecgs and not facts.index:
             text += "; the rows of the table are in the order of the ECGs"
-        return [text, self._unread_table()]
+        return [text, self._unread_table_note()]
 
-    def _unread_table(self) -> str:
+    def _unread_table_note(self) -> str:
         """Return a note if a table with the name of the array's file is not read; "" otherwise."""
         facts, root = self.facts, self.root
         stem = _array_files(root, facts.file)[0].rpartition(".")[0]
@@ -307,11 +307,11 @@ def _read_description(root: Folder, words: Any) -> ArrayDescription:
         if len(files) != 1:
             kinds = ", ".join(ARRAY_ENDINGS)
             raise DataError(
-                f"{len(files)} files end in {kinds}: add `file: NAME` or a pattern to {YAML}"
+                f"{len(files)} files end in {kinds}, not exactly one: add `file: NAME` or a pattern to {YAML}"
             )
         words["file"] = glob.escape(files[0])
         if not described and not words.keys() >= REQUIRED_ENTRIES.keys():
-            raise DataError(*_shortest_yaml(root, files[0]))
+            raise DataError(*_shortest_yaml_error(root, files[0]))
     try:
         facts = ArrayDescription.model_validate(words)
     except ValidationError as error:
@@ -377,8 +377,8 @@ def _only_array(root: Folder, part: str) -> str:
     return candidates[0]
 
 
-def _shortest_yaml(root: Folder, part: str) -> tuple[str, ...]:
-    """Return the parts of an error that shows the shortest possible arrays.yaml for a file."""
+def _shortest_yaml_error(root: Folder, part: str) -> tuple[str, ...]:
+    """Return the text, in parts, of an error that shows the shortest possible arrays.yaml for a file."""
     dataset = _only_array(root, part)
     values = open_array(root, part, dataset)
     leads = "12" if 12 in values.shape else "[I, II, ...]"
@@ -398,7 +398,7 @@ def _shortest_yaml(root: Folder, part: str) -> tuple[str, ...]:
 
 
 def _only_layout(shape: tuple[int, ...], leads: int) -> tuple[str, ...]:
-    """Return the axes of an array, if its shape fits only one layout."""
+    """Return the axes of an array. Raise a DataError unless its shape fits exactly one layout."""
     if len(shape) not in (2, 3):
         axes = "[ecgs, 1, samples, leads]"
         raise DataError(
@@ -473,7 +473,8 @@ def _read_table(root: Folder, facts: ArrayDescription) -> ArrayTable:
     if not facts.has_many_ecgs:
         if not facts.record:
             raise DataError(
-                f"{facts.table}: a table for many files needs their names: add `record: COLUMN` to {YAML}"
+                f"{facts.table}: a table for files with one ECG each needs a column with the names of the files: add "
+                f"`record: COLUMN` to {YAML}"
             )
         return ArrayTable(cells, _row_of_text(cells["record"], facts.record))
     parts = _array_files(root, facts.file)

@@ -31,7 +31,7 @@ from ..io.terminal import tell
 _USER_SOURCE_LOCK = threading.RLock()
 P = ParamSpec("P")
 T = TypeVar("T")
-# A RECORDS file of PhysioNet names the records in its folder, or subfolders, with a slash at the end
+# A RECORDS file of PhysioNet lists the records in its folder, or its subfolders, whose names end in a slash
 RECORDS, MAX_RECORDS = "RECORDS", 2**28
 
 
@@ -64,14 +64,15 @@ class Source(ABC):
 
     name = ""
     licence = "unknown"
-    # Note for the user on files that no source of the folder reads, and on WFDB records outside its archives
+    # Note for the user on files of the folder that no source reads, and on WFDB records outside the folder's
+    # archives; only the first source of a folder has this note
     left_out = ""
-    # By what the archive tells who its patients are, such as "the file names"; stated in a warning to the user
+    # What in the archive may identify its patients, such as "the file names"; stated in a warning to the user
     private = ""
-    # If the source is a dataset: identifies the key with which its pseudonyms were made
+    # Identifies the key of the pseudonyms if the source is a dataset that has pseudonyms; None otherwise
     pseudonyms: str | None = None
-    # Set to True in a source of your own if `read` and `header` may be called from several threads at once,
-    # which reads s3:// faster
+    # Set to True in a source of your own if `read` and `header` may be called from several threads at once:
+    # records on s3:// are then read faster
     thread_safe = False
 
     def __init__(self, root: Folder) -> None:
@@ -114,8 +115,8 @@ class Source(ABC):
         return []
 
     def links(self) -> Iterator[str]:
-        """Yield the paths of links to folders in the folders that this source reads. It does not follow
-        these links."""
+        """Yield the paths of links that point to folders and lie in the folders that this source reads.
+        The source does not follow these links."""
         for place in self.places():
             yield from self.root.links(place)
 
@@ -132,8 +133,8 @@ class Source(ABC):
         return key
 
     def tables(self) -> bytes:
-        """Return the bytes of other input that affects the output, such as tables of patients, ages and
-        diagnoses."""
+        """Return as bytes what affects the output besides the records, such as tables of patients, ages
+        and diagnoses."""
         return b""
 
     def notes(self) -> list[str]:
@@ -146,7 +147,7 @@ class Source(ABC):
 
 def read_safely(call: Callable[[str], T], key: str) -> T | ReadError:
     """Call a source's `header` or `read` with a key. An exception refuses only this record and is returned
-    as a ReadError. Failing storage or a lack of memory is raised, which stops the run."""
+    as a ReadError. An error of the storage or a lack of memory is raised, which stops the run."""
     try:
         if not key.isprintable():
             raise ReadError(
@@ -258,7 +259,8 @@ def name_with_folders(key: str, stem: str) -> str:
 def detail_with_path(key: str, detail: str) -> str:
     """Return the detail of a ReadError, with the record's path put first unless the detail begins with it."""
     path = printable(key)
-    # The detail may also begin with the path of the record's signal file, which has another ending
+    # The detail may instead begin with the path of the record's signal file, which differs from
+    # `path` only in its ending
     if detail.startswith((f"{path}: ", f"{path.rpartition('.')[0] or path}.")):
         return detail
     return f"{path}: {detail}" if detail else path
@@ -279,7 +281,7 @@ def headers_and_orphans(names: Iterator[str], suffix: str) -> Iterator[str]:
 def absent_records(
     root: Folder, lists: Iterable[str], endings: tuple[str, ...], within: Collection[str] = ()
 ) -> Iterator[AbsentKey]:
-    """Yield a key for each record or folder that one of these RECORDS files names but that does not exist.
+    """Yield a key for each record or folder that does not exist although one of these RECORDS files lists it.
 
     A record exists if there is a file with its name and one of the `endings`. `within`: the folders to check;
     if empty, all are checked."""
@@ -353,8 +355,8 @@ def threadsafe_cache(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def links_hint(place: Folder) -> str:
-    """Return a hint for the error that nothing was found in a folder: that it contains a link to a folder;
-    "" if it contains none."""
+    """Return a hint that a folder contains a link to a folder; "" if it contains none. The hint is added to
+    the error that nothing was found in the folder."""
     names = () if place.remote else place.names()
     link = next(
         (

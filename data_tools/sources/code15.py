@@ -22,12 +22,13 @@ CODE15_LEADS = ("DI", "DII", "DIII", "AVR", "AVL", "AVF", "V1", "V2", "V3", "V4"
 CODE_OF_LABEL = parse_pairs("""
 1dAVb 270492004, RBBB 59118001, LBBB 164909002, SB 426177001, ST 427084000, AF 164889003
 """)
-MAX_EXAMS = 1_000_000  # of a part file; those of the release have 20,001
-UNIT_SAMPLE_EXAMS = 200  # the unit is estimated from at least so many exams, if there are as many
-# Units in which known copies store the tracings
+MAX_EXAMS = 1_000_000  # most exams in a part file; the part files of the release have 20,001
+# Least number of exams from which the unit is estimated; all, if there are fewer
+UNIT_SAMPLE_EXAMS = 200
+# {unit: steps per mV} of the units in which known copies of CODE-15 store the tracings
 STEPS_PER_MV = {"V": 1e-3, "mV": 1.0, "0.1 mV": 10.0, "uV": 1e3}
-# Range in which the median ECG has its largest peak-to-peak amplitude
-TYPICAL_MV = (0.6, 6.0)
+# Plausible range of the median ECG's peak-to-peak amplitude, each ECG measured in its largest lead
+TYPICAL_AMPLITUDE_MV = (0.6, 6.0)
 
 
 class Code15(Source):
@@ -58,7 +59,8 @@ class Code15(Source):
         return self.root.read(EXAMS_CSV, MAX_EXAMS_CSV)
 
     def header(self, key: str) -> Header:
-        """Read the whole tracing, because the length of the record depends on the zero padding."""
+        """Return a record's header. The whole tracing is read, because the length of the record depends on the
+        zero padding."""
         record = self.read(key)
         return Header(
             record.name,
@@ -180,7 +182,7 @@ def _steps_per_mv(root: Folder) -> float:
         raise StorageError(f"{root.url}: none of the .hdf5 files can be read ({refused[0]})")
     median = float(np.median(sizes)) if sizes else 0.0
     for gain in STEPS_PER_MV.values():
-        if TYPICAL_MV[0] <= median / gain < TYPICAL_MV[1]:
+        if TYPICAL_AMPLITUDE_MV[0] <= median / gain < TYPICAL_AMPLITUDE_MV[1]:
             return gain
     raise StorageError(
         f"{root.url}: the median amplitude of the tracings is {median:.3g}, which is not plausible for "

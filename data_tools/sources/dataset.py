@@ -37,7 +37,8 @@ CROP_COLUMNS = (
     "missing_leads",
     "flags",
 )
-BATCH_ROWS = 65_536  # of the table, converted to Python objects at a time, which limits the memory
+# Rows of the table that are converted to Python objects at a time, which limits the memory
+BATCH_ROWS = 65_536
 
 
 class StoredDataset(Source):
@@ -169,8 +170,9 @@ def _index_batches(order: pa.Array) -> Iterator[pa.Array]:
 
 class _StoredRecord(NamedTuple):
     name: str
-    columns: dict[str, Any]  # the value of each of RECORD_COLUMNS
-    crops: list[dict[str, Any]]  # CROP_COLUMNS and the row of each crop, in order of time
+    columns: dict[str, Any]  # {name: value} of RECORD_COLUMNS
+    # For each crop, in order of time: {name: value} of CROP_COLUMNS and "row"
+    crops: list[dict[str, Any]]
     warnings: list[list[str]]
 
 

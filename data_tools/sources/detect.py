@@ -144,8 +144,8 @@ def open_sources(
             sources[0].left_out = left.note(archives=read)
     else:
         sources = [ArraySource(root, arrays) if kind == "arrays" else _open_kind(root, kind)]
-        # Files of other formats are not counted: HospitalFiles counts them itself, and which files a
-        # user's own source reads is unknown
+        # Files of other formats are not counted here: HospitalFiles counts them itself, and it is unknown
+        # which files a user's own source reads
         if ":" in kind or isinstance(sources[0], HospitalFiles):
             sources[0].left_out = LeftOutFiles(root, [], besides).note()
         else:
@@ -229,13 +229,14 @@ def places_read(root: Folder, sources: Sequence[Source]) -> set[str]:
 
 
 class LeftOutFiles:
-    """Finds the files and links below a folder that none of its archives reads.
+    """Finds the files and links in a folder and its subfolders that none of the folder's archives reads.
 
     Folders that an archive reads are not searched: that of MIMIC-IV-ECG has 800,000 subfolders."""
 
     def __init__(self, root: Folder, sources: Sequence[Source], besides: Sequence[str]) -> None:
         self.root = root
-        # Paths that no archive reads: folders, and files that end like WFDB headers or hospital files
+        # Paths of folders that no archive reads, and of single files beside them that end like WFDB headers or
+        # hospital files
         self.places: list[str] = []
         self.wfdb: list[str] = []  # paths of WFDB headers
         self.capitals: list[str] = []  # paths of headers that end in .HEA, which no source reads
@@ -251,7 +252,8 @@ class LeftOutFiles:
         if not sources:
             self._add_links(root, root.links())
         if "" in self.read or not sources:
-            # Hospital files may be anywhere; WFDB headers need not be searched for
+            # Hospital files may be anywhere in the root. WFDB headers are not searched for: a source reads them
+            # all, there are none, or the note does not count them
             self.places = [""]
         else:
             self._search("")
@@ -300,8 +302,8 @@ class LeftOutFiles:
 
     def note(self, kind: str = "", archives: Sequence[str] = ()) -> str:
         """Return a note on files and links that are not read, and on WFDB records outside of these `archives`;
-        "" if there are none. `kind`: the format that the user chose, if any; then the note also counts files
-        of other formats."""
+        "" if there are none. `kind`: the format that the user chose; if it is given, the note also counts the
+        files of other formats."""
         clauses = []
         if archives and self.wfdb:
             records = "1 WFDB record"
@@ -314,14 +316,14 @@ class LeftOutFiles:
         if self.capitals:
             count = len(self.capitals)
             names = (
-                f"{count:,} of its files" if self.root.private else self._first_paths(self.capitals)
+                f"{count:,} of its files" if self.root.private else self._paths_text(self.capitals)
             )
             clauses.append(f"does not read {names}: a header's name ends in .hea")
         if self.unlisted:
-            clauses.append(f"could not list {self._first_paths(self.unlisted)}")
+            clauses.append(f"could not list {self._paths_text(self.unlisted)}")
         if self.links:
-            clauses.append(f"does not follow linked folders: {self._first_paths(self.links)}")
-        if kind and (files := self._other_files()):
+            clauses.append(f"does not follow linked folders: {self._paths_text(self.links)}")
+        if kind and (files := self._ecg_like_files()):
             look = "1 file that looks like an ECG"
             if len(files) > 1:
                 look = f"{len(files):,} files that look like ECGs"
@@ -329,15 +331,15 @@ class LeftOutFiles:
             clauses.append(f"leaves out {look}{first}: without --source {kind} none is left out")
         return f"{self.root.url}: {'; '.join(clauses)}" if clauses else ""
 
-    def _other_files(self) -> list[str]:
+    def _ecg_like_files(self) -> list[str]:
         if self.places == [""]:
             return [name for name in self.root.names() if name.lower().endswith(HOSPITAL_ENDINGS)]
         return [*self.wfdb, *self.vendors]
 
-    def _first_paths(self, folders: Sequence[str]) -> str:
+    def _paths_text(self, paths: Sequence[str]) -> str:
         if self.root.private:
-            return f"{len(folders)} of its folders"
-        return ", ".join(folders[:3]) + ", ..." * (len(folders) > 3)
+            return f"{len(paths)} of its folders"
+        return ", ".join(paths[:3]) + ", ..." * (len(paths) > 3)
 
 
 def looks_like_file(name: str) -> bool:

@@ -124,7 +124,7 @@ class HospitalFiles(Source):
             key if key.lower().endswith(HOSPITAL_ENDINGS) else f"{key}.", longest=None
         )
         if key.isascii() and not set("[]{}") & set(key):
-            with suppress(ReadError):  # the name would be too long
+            with suppress(ReadError):  # raised if the name would be too long
                 return name_with_folders(key, stem)
         return hashed_name(stem, key)
 
@@ -206,7 +206,7 @@ class HospitalFiles(Source):
 
 def _drop_wfdb_files(names: Sequence[str]) -> Iterator[str]:
     """Yield the files of a folder, except those that share their name with a WFDB header and do not end like
-    hospital files. So 10^5 WFDB records need not be opened only to see that they are no DICOM files."""
+    hospital files. Otherwise 10^5 WFDB records would be opened only to see that they are no DICOM files."""
     headers = {name.removesuffix(".hea") for name in names if name.endswith(".hea")}
     for name in names:
         if name.lower().endswith(HOSPITAL_ENDINGS) or posixpath.splitext(name)[0] not in headers:

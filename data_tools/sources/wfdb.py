@@ -64,8 +64,9 @@ FORMAT_BLOCKS = {
     311: (4, 3),
 }
 FLAC_FORMATS = (508, 516, 524)
-# Limits the memory, because the wfdb package converts samples to int64
-MAX_FALLBACK_VALUES = 8_000_000
+# Most samples of a record, in all signals together, that the wfdb package may read. This limits the memory,
+# because the package converts samples to int64
+MAX_WFDB_PACKAGE_VALUES = 8_000_000
 
 _COMMENT = re.compile(r"#\s{0,8}(Age|Sex|Dx)\s{0,8}:(.*)", re.IGNORECASE)
 _SIGNAL_FORMAT = re.compile(r"(\d{1,3})(?:x(\d{1,6}))?(?::(\d{1,6}))?(?:\+(\d{1,9}))?", re.ASCII)
@@ -162,7 +163,7 @@ def _parse_record_line(line: str) -> tuple[str, int, float, int]:
             "record name",
             "a multi-segment record, which is not read"
             if "/" in fields[0]
-            else f"{fields[0][:40]}: up to 64 letters, digits, _ and - are read",
+            else f"{fields[0][:40]}: only up to 64 letters, digits, _ and - are read",
         )
     n_signals = _integer(fields[1], "signal count", MAX_SIGNALS)
     fs_hz = _number(fields[2].split("/")[0], "sampling rate", *RATE_RANGE_HZ)
@@ -194,7 +195,7 @@ def _parse_signal_lines(lines: list[str]) -> tuple[tuple[str, ...], ...]:
         if not _SIGNAL_FILE_NAME.fullmatch(file):
             raise ReadError(
                 "signal file name",
-                f"{file[:40]}: letters, digits, _ and - with one ending are read",
+                f"{file[:40]}: only letters, digits, _ and - with at most one ending are read",
             )
     return columns
 
@@ -211,7 +212,7 @@ def _parse_columns(
         except ReadError:
             if lead.upper() in LEAD_INDEX:
                 raise
-            # The unit may be litres or mmHg; the channel is no ECG lead and is ignored later
+            # The channel is no ECG lead, so its unit may be litres or mmHg; it is ignored later
             per_mv, baseline = 1.0, 0
         rows.append(
             (*_format_and_offset(form), per_mv, int(zero) if baseline is None else baseline)
@@ -229,10 +230,12 @@ def _format_and_offset(text: str) -> tuple[int, int]:
     )
     if per_frame != 1:
         raise ReadError(
-            "several samples a frame", f"format {text[:20]}: one sample a frame is read"
+            "several samples a frame", f"format {text[:20]}: only one sample a frame is read"
         )
     if skew:
-        raise ReadError("skewed signal", f"format {text[:20]}: signals without a skew are read")
+        raise ReadError(
+            "skewed signal", f"format {text[:20]}: only signals without a skew are read"
+        )
     return code, offset
 
 
@@ -251,7 +254,7 @@ def _gain_and_baseline(text: str) -> tuple[float, int | None]:
 def _integer(text: str, what: str, high: int) -> int:
     value = int(text) if text.isascii() and text.isdigit() and len(text) <= 12 else 0
     if not 1 <= value <= high:
-        raise ReadError(what, f"{text[:40]}: a whole number from 1 to {high} is read")
+        raise ReadError(what, f"{text[:40]}: only a whole number from 1 to {high} is read")
     return value
 
 
@@ -259,13 +262,13 @@ def _number(text: str, what: str, low: float, high: float) -> float:
     """Parse a number from `low` to `high`. Underscores and digits of other scripts are refused, as in WFDB."""
     value = to_number(text) if text.isascii() and "_" not in text else math.nan
     if not low <= value <= high:  # NaN fails too
-        raise ReadError(what, f"{text[:40]}: a number from {low:g} to {high:g} is read")
+        raise ReadError(what, f"{text[:40]}: only a number from {low:g} to {high:g} is read")
     return value
 
 
-def stated_name(name: str, key: str) -> str:
-    """Return the record name that the header states. It must equal the file's name, because a renamed copy
-    could count as an ECG of another patient."""
+def checked_name(name: str, key: str) -> str:
+    """Return the record name that the header states. Raise a ReadError if it differs from the file's name,
+    because a renamed copy could count as an ECG of another patient."""
     stem = posixpath.basename(key).removesuffix(".hea")
     if name != stem:
         raise ReadError("record name differs from file name", f"{stem}.hea states {name}")
@@ -278,7 +281,7 @@ def read_record(root: Folder, key: str, header: WfdbHeader, name: str, source: s
     if len(set(header.formats)) > 1:
         raise ReadError(
             "mixed signal formats",
-            f"{', '.join(map(str, header.formats))}: one format for all signals is read",
+            f"{', '.join(map(str, header.formats))}: only one format for all signals is read",
         )
     if header.formats[0] == 16 and len(set(header.files)) == 1 and len(set(header.offsets)) == 1:
         signal = _read_format_16(root, posixpath.join(place, header.files[0]), header)
@@ -322,7 +325,7 @@ def _read_format_16(root: Folder, name: str, header: WfdbHeader) -> np.ndarray:
 
 
 def _checksum_warnings(header: WfdbHeader, signal: np.ndarray) -> list[tuple[str, str]]:
-    # int16, to overflow as the checksums in headers do
+    # Sums of int16 overflow as the checksums in headers do
     sums = np.add.reduce(signal, axis=1, dtype=np.int16).astype(np.int64)
     first = signal[:, 0] - np.array(header.initials)
     differing = {
@@ -356,7 +359,7 @@ def _read_checked(root: Folder, place: str, file: str, header: WfdbHeader) -> by
     if len(offsets) > 1 or code not in (*FORMAT_BLOCKS, *FLAC_FORMATS):
         raise ReadError("signal format", f"{code} with offsets {sorted(offsets)} is not read")
     if code in FLAC_FORMATS:
-        return root.read(posixpath.join(place, file), 8 * MAX_FALLBACK_VALUES)
+        return root.read(posixpath.join(place, file), 8 * MAX_WFDB_PACKAGE_VALUES)
     values = header.samples * header.files.count(file)
     block, per_block = FORMAT_BLOCKS[code]
     smallest = -(-values * block // per_block)  # the last block may be incomplete
@@ -375,11 +378,11 @@ def _read_with_wfdb(root: Folder, place: str, header: WfdbHeader) -> np.ndarray:
     it sees no links, paths or other files."""
     import wfdb
 
-    if len(header.leads) * header.samples > MAX_FALLBACK_VALUES:
+    if len(header.leads) * header.samples > MAX_WFDB_PACKAGE_VALUES:
         raise ReadError(
             "too long for its format",
             f"{header.samples} samples of format {header.formats[0]} in each of {len(header.leads)} signals: "
-            f"at most {MAX_FALLBACK_VALUES} in all signals are read",
+            f"at most {MAX_WFDB_PACKAGE_VALUES} in all signals are read",
         )
     with tempfile.TemporaryDirectory() as scratch:
         for file in dict.fromkeys(header.files):

@@ -44,11 +44,11 @@ from .base import (
     read_table,
     threadsafe_cache,
 )
-from .wfdb import MAX_HEADER_BYTES, WfdbHeader, parse_header, peek_header, read_record, stated_name
+from .wfdb import MAX_HEADER_BYTES, WfdbHeader, checked_name, parse_header, peek_header, read_record
 
 PTBXL_FOLDERS = ("records500", "records100")
 PTBXL_CSV, MAX_PTBXL_CSV = "ptbxl_database.csv", 256 * 2**20
-# Characters of a cell in scp_codes that are parsed; limited because literal_eval is recursive
+# Only so many characters of a cell in scp_codes are parsed, because literal_eval is recursive
 MAX_SCP_CODES_CHARS = 4096
 CHALLENGE_DATABASES = (
     "chapman_shaoxing",
@@ -77,13 +77,14 @@ class WfdbSource(Source):
     """Reads an archive of WFDB records. Subclasses know the archive's folder layout and its patients."""
 
     suffix = ".dat"
-    # Folders in the root; of a RECORDS file in the root only the records in these folders are checked
+    # Names of the archive's folders in the root. Of a RECORDS file in the root, only the records in these
+    # folders are checked; if this is empty, all are
     folders: frozenset[str] = frozenset()
 
     def keys(self) -> Iterator[str]:
         places, lists = self.places(), list[str]()
         within = self.folders
-        if "" in places:  # all records of any list belong to this archive
+        if "" in places:  # the whole root is this archive, with all records of its lists
             within = frozenset()
         else:
             lists.append(RECORDS)
@@ -115,7 +116,7 @@ class WfdbSource(Source):
         name, _, fs_hz, samples = peek_header(data)
         stamp = self.root.stamp(key.removesuffix(".hea") + self.suffix)
         content = hashlib.blake2b(data, digest_size=8).digest()
-        name = self.record_name(key, stated_name(name, key))
+        name = self.record_name(key, checked_name(name, key))
         return Header(
             name,
             self.source_of(key),
@@ -129,7 +130,7 @@ class WfdbSource(Source):
     def read(self, key: str) -> EcgRecord:
         header = parse_header(self._header_bytes(key))
         self.check_leads_and_files(header)
-        name = self.record_name(key, stated_name(header.name, key))
+        name = self.record_name(key, checked_name(header.name, key))
         return self.enrich(read_record(self.root, key, header, name, self.source_of(key)), key)
 
     def _header_bytes(self, key: str) -> bytes:
@@ -292,8 +293,8 @@ class PhysioNet2021(WfdbSource):
         return "training" in names or bool(names & DATABASE_FOLDERS - {"ptb-xl"})
 
     def places(self) -> list[str]:
-        """Return only the folders of databases, if there are any, because the root may contain other archives
-        too (PTB-XL's release)."""
+        """Return `training` or, without it, the folders of databases, because the root may contain other
+        archives too; [""] if there are none. A folder ptb-xl that holds PTB-XL's own release is left out."""
         names = self.root.children()
         places = (
             ["training"]
@@ -341,7 +342,7 @@ class PhysioNet2021(WfdbSource):
         return repr(sorted(_ptbxl_patients(self.root).items())).encode()
 
 
-@lru_cache(maxsize=256)  # cached for the thousand records of each folder
+@lru_cache(maxsize=256)  # one look-up serves the thousand records of a folder
 def _database_of_folder(url: str, place: str) -> str | None:
     """Return the database that a folder belongs to. The root may itself be a database's folder, or lie in
     one."""
@@ -351,7 +352,8 @@ def _database_of_folder(url: str, place: str) -> str | None:
 
 @threadsafe_cache
 def _ptbxl_patients(root: Folder) -> dict[str, str | None]:
-    """Return {ecg_id: patient, None if the table states none} of PTB-XL; empty if its table is missing."""
+    """Return {ecg_id: patient} from PTB-XL's table; empty if the table is missing. A patient is None if the table
+    states no valid id."""
     place = next(filter(root.exists, PTBXL_CSV_PATHS), "")
     rows = _ptbxl_rows(root, place) if place else {}
     return {number: patient_id(row["patient_id"]) for number, row in rows.items()}
@@ -416,8 +418,8 @@ class MimicIvEcg(WfdbSource):
         return {MIMIC_LIST, "files"} <= names
 
     def keys(self) -> Iterator[str]:
-        """Yield a key for each row of record_list.csv, or without this list for each file. If the subject of a
-        row contradicts its path, the key begins with the list's name and the record is refused later."""
+        """Yield a key for each row of record_list.csv; without this list, for each record found. If a row's
+        subject_id contradicts its path, the key begins with the list's name, and the record is refused later."""
         if not self.root.exists(MIMIC_LIST):
             yield from super().keys()
             return

@@ -34,7 +34,7 @@ from ..io.terminal import tell
 
 MAX_MEMBERS, MAX_DIRECTORY = 10_000_000, 2**31
 MAX_CACHED_DIRECTORIES = 1024
-REQUEST_BYTES = 2**24  # of a zip's directory that one request reads
+REQUEST_BYTES = 2**24  # most bytes of a zip's directory that one request reads
 MAX_FIELD_BYTES = 2**16  # a name, extra field or comment is shorter, as its length has 16 bits
 # Layouts of the parts of a zip, without versions and times. ENTRY, in the directory: system, flags, method,
 # CRC-32, packed and unpacked bytes, lengths of name, extra field and comment, Unix mode, position of the
@@ -42,13 +42,14 @@ MAX_FIELD_BYTES = 2**16  # a name, extra field or comment is shorter, as its len
 # after the directory: numbers of disks and entries, length and position of the directory
 ENTRY, HEADER = struct.Struct("<4xxB2x2H4x3L3H6xHL"), struct.Struct("<4s4xH16x2H")
 END_RECORD, END_RECORD_64 = struct.Struct("<4x4H2LH"), struct.Struct("<16x2L4Q")
-# Stands for a number that needs more than 32 bits and is in the extra field
+# Stands in a 32-bit field for a number that needs more bits; that number is in the extra field
 IN_EXTRA_FIELD = 2**32 - 1
 STORED, DEFLATED = 0, 8
 LINK, ENCRYPTED = -1, -2
 UTF8, UNIX = 1 << 11, 3
 DAMAGED_DIRECTORY = "the zip's directory is damaged, or the zip is split: download the zip again"
-# Files that need no check when a zip is opened: a record that lacks one of them is refused anyway
+# Files with these endings are not checked when a zip is opened: a record that lacks one of its files is
+# refused anyway
 RECORD_ENDINGS = (b".hea", b".dat", b".mat")
 MAX_CHECKED_MEMBERS = 256
 _INDEX_LOCK = threading.Lock()
@@ -63,7 +64,7 @@ class Member(NamedTuple):
     size: int  # size in bytes, unpacked
     crc: int
     method: int  # compression method; LINK or ENCRYPTED if the member is not read
-    name: int  # CRC-32 of the name
+    name_crc: int  # CRC-32 of the name
 
 
 class ZipIndex(NamedTuple):
@@ -79,7 +80,7 @@ class ZipIndex(NamedTuple):
             return Member(*self.numbers[row].tolist())
         return None
 
-    def below(self, path: str) -> Iterator[bytes]:
+    def keys_below(self, path: str) -> Iterator[bytes]:
         """Yield the sort keys of the members in a folder, relative to this folder."""
         if not path:
             yield from self.keys
@@ -107,7 +108,7 @@ class Zip:
 
     base: Folder
     file: str
-    version: bytes  # size and time of the zip; when they change, the directory is read again
+    version: bytes  # size and modification time of a local zip; when they change, its directory is read again
     inside: str = ""  # path of the folder inside the zip; "" if it is the whole zip
 
     @property
@@ -119,8 +120,8 @@ class Zip:
         return f"{self.inside}/{name}".strip("/") if self.inside else name
 
     def read_packed(self, member: Member, name: str, most: int) -> memoryview:
-        """Return a member's data as they are stored, mostly compressed. At most `most` bytes are read, counted
-        from the start of the header. `name`: the file's name for errors."""
+        """Return a member's data as they are stored, mostly compressed. `most`: the most bytes to read, with
+        the header; `name`: the file's name for errors."""
         try:
             size = min(member.end - member.begin, most)
             data = self.base.read_range(self.file, member.begin, size)
@@ -132,7 +133,7 @@ class Zip:
             signature, method, length, extra = HEADER.unpack_from(data)
             begin = HEADER.size + length
             known = signature, method, crc32(data[HEADER.size : begin])
-            if known == (b"PK\3\4", member.method, member.name):
+            if known == (b"PK\3\4", member.method, member.name_crc):
                 return memoryview(data)[begin + extra : begin + extra + member.packed]
         raise ReadError(
             "damaged zip",
@@ -196,13 +197,13 @@ class ZipFolder(LocalFolder):
         zipped, path = self.zip_and_path(name)
         if zipped is None:
             return self.base.exists(name)
-        return bool(zipped.index.find(path)) or any(zipped.index.below(path))
+        return bool(zipped.index.find(path)) or any(zipped.index.keys_below(path))
 
     def names(self, under: str = "") -> Iterator[str]:
         zipped, path = self.zip_and_path(under)
         if zipped:
             before = f"{under}/" if under else ""
-            yield from (before + _path_of_sort_key(key) for key in zipped.index.below(path))
+            yield from (before + _path_of_sort_key(key) for key in zipped.index.keys_below(path))
         elif under:
             yield from self.base.names(under)
         else:
@@ -211,8 +212,8 @@ class ZipFolder(LocalFolder):
             yield from heapq.merge(others, *map(self.names, self.zips), key=local_sort_key)
 
     def links(self, under: str = "") -> Iterator[str]:
-        """Yield the links that may lead to folders. A zip does not say where a link leads, so of its links
-        those without a dot in their names are yielded."""
+        """Yield the links that may lead to folders. A zip does not say where its links lead, so those without
+        a dot in their names are yielded."""
         if self.zip_and_path(under)[0] is None:
             yield from self.base.links(under)
         for name in self.names(under):
@@ -229,7 +230,7 @@ class ZipFolder(LocalFolder):
             if not under:
                 names = (names | self.zips.keys()) - self._zip_files()
             return sorted(names)
-        keys = {key.partition(b"\0")[0] for key in zipped.index.below(path)}
+        keys = {key.partition(b"\0")[0] for key in zipped.index.keys_below(path)}
         if not keys:
             raise StorageError(f"cannot list {self.path(under)}: no such folder in the zip")
         return sorted(map(_path_of_sort_key, keys))
@@ -273,8 +274,8 @@ def _read_index(base: Folder, file: str, version: bytes) -> ZipIndex:
             lambda start: base.read_range(file, start, min(REQUEST_BYTES, end - start)), parts, 4
         )
         index = _parse_directory(b"".join(read), count, begin)
-        # Check files that may be tables: if a name in the directory were damaged, the loss of its table would
-        # go unnoticed
+        # Check the files that may be tables: if the directory held a damaged name of a table, nobody would
+        # notice that the table is missing
         names = (_path_of_sort_key(key) for key in index.keys if not key.endswith(RECORD_ENDINGS))
         for name in islice(names, MAX_CHECKED_MEMBERS):
             if (member := index.find(name)) and member.method >= 0:
@@ -309,7 +310,7 @@ def _directory_count_and_range(base: Folder, file: str) -> tuple[int, int, int]:
         raise ReadError(DAMAGED_DIRECTORY)
     if count > MAX_MEMBERS or length > MAX_DIRECTORY:
         raise ReadError(
-            f"the zip has {count:,} members, listed in {length:,} bytes: at most {MAX_MEMBERS:,} members and "
+            f"the zip has {count:,} members, listed in {length:,} bytes, but at most {MAX_MEMBERS:,} members and "
             f"{MAX_DIRECTORY:,} bytes are read: unpack the zip"
         )
     return count, begin, end

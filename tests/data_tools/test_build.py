@@ -229,7 +229,11 @@ def test_an_archive_without_a_usable_crop_is_one_line_and_leaves_no_thread(tmp_p
     [
         ({"leads": [f"X{i}" for i in range(12)]}, 5000, r"no known lead \(one\.hea: X0, X1, "),
         ({"form": "16x1+24 1000.0(0)/furlong 16 0"}, 5000, r"unknown unit \(one\.hea: 'furlong'\)"),
-        ({"fs": "3"}, 5000, r"sampling rate \(one\.hea: 3: a number from 50 to 2000 is read\)"),
+        (
+            {"fs": "3"},
+            5000,
+            r"sampling rate \(one\.hea: 3: only a number from 50 to 2000 is read\)",
+        ),
         ({}, 1500, r"too short \(one\.hea: 3\.00 s, 5 s are needed\)"),
     ],
 )

@@ -140,7 +140,7 @@ def test_ecg_arrhythmias_records_are_those_of_the_challenge(tmp_path, shell):
     assert [(reason, detail) for _, _, reason, detail in read_rejects(made)] == [
         (
             "sample count",
-            "WFDBRecords/01/019/JS01052.hea: 500000/mV: a whole number from 1 to 2000000 is read",
+            "WFDBRecords/01/019/JS01052.hea: 500000/mV: only a whole number from 1 to 2000000 is read",
         ),
         ("record read already", "WFDBRecords/01/010/JS00001.hea: another JS00001 came first"),
     ]

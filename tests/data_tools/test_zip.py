@@ -283,7 +283,7 @@ def test_number_size_and_ratio_are_bounded(tmp_path, monkeypatch):
         root.read("a", 100_000)
     monkeypatch.setattr(zip_folder, "MAX_MEMBERS", 2)
     zip_folder._read_index.cache_clear()
-    with pytest.raises(StorageError, match=r"3 members, listed in .* bytes: at most 2 members"):
+    with pytest.raises(StorageError, match=r"3 members, listed in .* bytes, but at most 2 members"):
         opened(path)
 
 

@@ -16,13 +16,13 @@ from .base import MAX_XML_BYTES, DecodedEcg, FileFormat, age_in_years, parse_xml
 
 SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 YEARS_PER_UCUM_UNIT = dict(zip(("a", "mo", "wk", "d", "h"), AGE_UNITS.values(), strict=True))
-AGE_CODES = ("21612-7", "30525-0")  # LOINC codes of the reported age and of the age
-# Without codes such as MDC_ECG_LEAD_dI, which is derived from EASI leads
+AGE_CODES = ("21612-7", "30525-0")  # LOINC codes of "Age - Reported" and "Age"
+# {code: lead}. Leads that are derived from EASI leads have other codes, such as MDC_ECG_LEAD_dI, and are not read
 LEAD_OF_CODE = {f"MDC_ECG_LEAD_{name}": lead for lead in LEADS for name in (lead, lead.upper())}
 NOT_MEASURED = -32768  # some devices write this value for samples that were not measured
 _SUBJECT_PATH = "componentOf/timepointEvent/componentOf/subjectAssignment/subject/trialSubject"
 _SEX_TAG = "administrativeGenderCode"
-_SKIPPED = frozenset(
+_SKIPPED_ELEMENTS = frozenset(
     (
         "derivation",
         "subjectOf",
@@ -36,7 +36,7 @@ _SKIPPED = frozenset(
 
 
 def decode(data: bytes) -> DecodedEcg:
-    root = parse_xml(data, _SKIPPED)
+    root = parse_xml(data, _SKIPPED_ELEMENTS)
     if root.tag != "AnnotatedECG":
         raise ReadError("unknown format", f"not aECG: its root element is {root.tag[:40]}")
     series = [
@@ -58,7 +58,7 @@ def decode(data: bytes) -> DecodedEcg:
             signals[lead] = _microvolts(sequence, lead)
     if len(rates) != 1:
         raise ReadError(
-            "sampling rate", f"{len(rates)} different rates in one sequence set, 1 is read"
+            "sampling rate", f"{len(rates)} different rates in one sequence set, exactly 1 is read"
         )
     notes = []
     if len(sets) > 1:
@@ -88,7 +88,7 @@ def _rate_hz(sequence: Element) -> float:
     if unit not in SECONDS_PER_UNIT or not 1e-9 < step < np.inf:
         raise ReadError(
             "sampling rate",
-            f"time increment of {step:g} {unit[:10] or 'without a unit'}: a positive one in s, ms or us is read",
+            f"time increment of {step:g} {unit[:10] or 'without a unit'}: only a positive one in s, ms or us is read",
         )
     return round(1 / (step * SECONDS_PER_UNIT[unit]), 6)
 
@@ -108,8 +108,8 @@ def _microvolts(sequence: Element, lead: str) -> np.ndarray:
             return uv
     raise ReadError(
         "gain",
-        f"lead {lead}: scale {scale:g} {unit[:10]}, origin {origin:g} {origin_unit[:10]}: a scale up to "
-        "1000 uV and an origin within 1 V are read",
+        f"lead {lead}: scale {scale:g} {unit[:10]}, origin {origin:g} {origin_unit[:10]}: only a scale over 0 "
+        "and up to 1000 uV and an origin within 1 V are read",
     )
 
 

@@ -24,13 +24,13 @@ class DecodedEcg(NamedTuple):
     signals: dict[str, np.ndarray]  # {lead name: microvolts}; NaN where not measured
     fs_hz: float
     patient: str | None = None
-    age: float | str | None = None  # in years; the text in the file if it is not an age
+    age: float | str | None = None  # in years; or the file's text, if that is not an age
     sex: str | None = None
     warnings: tuple[tuple[str, str], ...] = ()  # (reason, detail) of each warning
 
 
 def age_in_years(number: str, unit: str, years: Mapping[str, float]) -> float | str:
-    """Return the age in years, or the text in the file if it is not an age. `years`: {unit: its length in
+    """Return the age in years, or the file's text if that is not an age. `years`: {unit: its length in
     years}."""
     age = to_number(number) * years.get(unit, math.nan)
     return f"{number} {unit}" if number and math.isnan(age) else age

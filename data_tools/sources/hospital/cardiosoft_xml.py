@@ -20,14 +20,14 @@ from .base import DecodedEcg, FileFormat, age_in_years, parse_xml, root_tag
 MAX_CARDIOSOFT_BYTES = 12 * 2**20
 MAX_LEADS = 64
 NOT_MEASURED = -32768
-_SKIPPED = frozenset(
+_SKIPPED_ELEMENTS = frozenset(
     ("FullDisclosureData", "RestingECGMeasurements", "MedianData", "VectorLoops", "TrendData")
 )
 Fields = dict[str, Element]
 
 
 def decode(data: bytes) -> DecodedEcg:
-    root = parse_xml(data, _SKIPPED)
+    root = parse_xml(data, _SKIPPED_ELEMENTS)
     if root.tag != "CardiologyXML":
         raise ReadError(
             "unknown format", f"not CardioSoft XML: its root element is {root.tag[:40]}"
@@ -68,7 +68,7 @@ def _signals(strip: Element, fields: Fields) -> dict[str, np.ndarray]:
         raise ReadError("gain", f"Resolution: {uv_per_step:g} uV per step, 1000 at most")
     leads = strip.findall("WaveformData")
     if not 0 < len(leads) <= MAX_LEADS:
-        raise ReadError("signal count", f"{len(leads)} leads, 1 to {MAX_LEADS} are read")
+        raise ReadError("signal count", f"{len(leads)} leads, only 1 to {MAX_LEADS} are read")
     _check_count(fields, "NumberOfLeads", len(leads), "signal count")
     signals: dict[str, np.ndarray] = {}
     for lead in leads:

@@ -30,7 +30,7 @@ MAX_S = 600
 MAX_DICOM_BYTES = 16 * 2**20
 MAX_DICOM_ELEMENTS = 50_000
 MAX_DICOM_DEPTH = 12
-# The two uncompressed little-endian transfer syntaxes; True if elements state their types
+# {each of the two uncompressed little-endian transfer syntaxes: True if its elements state their types}
 TRANSFER_SYNTAXES = {"1.2.840.10008.1.2": False, "1.2.840.10008.1.2.1": True}
 ECG_CLASSES = (
     "1.2.840.10008.5.1.4.1.1.9.1.1",
@@ -134,7 +134,8 @@ def decode(data: bytes) -> DecodedEcg:
 def _rhythm_groups_and_unusable(
     groups: list["_MultiplexGroup"],
 ) -> tuple[list["_MultiplexGroup"], str]:
-    """Return (the groups of the same time that have the most ECG leads, text on their unusable channels)."""
+    """Return (the groups recorded at the same time that together have the most ECG leads, text on their
+    unusable channels)."""
     by_time: dict[tuple[float, ...], list[_MultiplexGroup]] = {}
     for group in groups:
         if group.leads and not group.derived:
@@ -178,7 +179,7 @@ class _DicomReader:
         self.data, self.stop, self.typed, self.left = data, stop, typed, MAX_DICOM_ELEMENTS
 
     def read_elements(self, position: int, end: int, depth: int = 0) -> tuple[Elements, int]:
-        """Return (wanted elements from `position` to `end`, position after them).
+        """Return (the elements in _READ_TAGS from `position` to `end`, the position after them).
 
         Reading ends earlier at the end tag of an item. At depth 0 it also ends at the first tag that is not
         below `self.stop`, and after the waveforms."""
@@ -285,7 +286,7 @@ class _MultiplexGroup:
                 self.leads[lead] = row
 
     def signals(self) -> dict[str, np.ndarray]:
-        # Raises a ReadError if the rate is not supported; so MAX_S limits the memory
+        # Raises a ReadError if the rate is not supported. Without this bound MAX_S would not limit the memory
         rate_ratio(self.fs_hz)
         if self.samples > MAX_S * self.fs_hz:
             raise ReadError(
@@ -314,8 +315,8 @@ class _MultiplexGroup:
         if stated != count or not isinstance(data, bytes) or len(data) != size + size % 2:
             raise ReadError(
                 "sample count",
-                f"{len(data)} bytes for {count} channels of {self.samples} samples, {size} expected for {stated} "
-                "stated channels",
+                f"{len(data)} bytes for {count} channels of {self.samples} samples, {size} expected; {stated} "
+                "channels are stated",
             )
         rows = list(self.leads.values())
         steps = np.frombuffer(data[:size], SAMPLE_TYPES[form, bits]).reshape(self.samples, count)
@@ -338,7 +339,8 @@ class _MultiplexGroup:
         if not all(abs(skew) < self.fs_hz and abs(skew - skews[0]) < 1 for skew in skews):
             raise ReadError(
                 "skew",
-                f"{' and '.join(f'{skew:g}' for skew in skews)} samples, delays under 1 s that agree are read",
+                f"{' and '.join(f'{skew:g}' for skew in skews)} samples: a delay must be under 1 s, and "
+                "two stated delays must agree",
             )
         return round(skews[0])
 
@@ -361,7 +363,8 @@ def _scale_and_offset_uv(channel: Elements) -> tuple[float, float]:
     if not (0 < gain * uv <= 1000 and abs(baseline) < math.inf):
         raise ReadError(
             "gain",
-            f"{gain:g} {unit} per step, baseline {baseline:g}: over 0 to 1000 uV per step are read",
+            f"{gain:g} {unit} per step, baseline {baseline:g}: only steps over 0 and up to 1000 uV "
+            "and a finite baseline are read",
         )
     return gain * uv, baseline * uv
 

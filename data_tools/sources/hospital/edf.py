@@ -32,8 +32,8 @@ HEADER_FIELDS = (
     ("samples", 8),
 )
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(E[+-]?\d+)?", re.ASCII | re.IGNORECASE)
-# A hyphen only separates the word from the lead if it follows the word directly (`ECG-I`) or has a space on
-# both sides (`ECG - I`). Otherwise it is a minus sign (`ECG -I`)
+# A hyphen separates the word ECG, EKG or LEAD from the lead if it follows the word directly (`ECG-I`) or has a
+# space on both sides (`ECG - I`). Any other hyphen is a minus sign (`ECG -I`)
 _LABEL = re.compile(r"(?:(?:ECG|EKG|LEAD)(?:-[ _.:]*|[ _.:]*(?:-[ _.:]+)?))*(-?)(.*)", re.DOTALL)
 # The patient field of EDF+: code, sex, birthdate, name
 _PATIENT_FIELD = re.compile(r"(\S+) ([MFX]) (?:X|\d\d-[A-Z]{3}-\d{4}) \S", re.ASCII | re.IGNORECASE)
@@ -59,12 +59,14 @@ def decode(data: bytes) -> DecodedEcg:
         raise ReadError(
             "no known lead", f"none of {len(sizes)} signals is labelled as one of the 12 leads"
         )
-    samples = {len(uv) // records for uv in leads.values()}  # in one data record
+    # Numbers of samples that a lead has in one data record
+    samples = {len(uv) // records for uv in leads.values()}
     if len(samples) > 1 or duration_s <= 0:
         stated = ", ".join(map(str, sorted(samples)))
         raise ReadError(
             "sampling rate",
-            f"leads with {stated} samples in a data record of {duration_s:g} s: one rate over 0 is read",
+            f"leads with {stated} samples in a data record of {duration_s:g} s: only leads with one "
+            "common rate over 0 are read",
         )
     fs_hz = samples.pop() / duration_s
     rate_ratio(fs_hz)  # raises a ReadError if the rate is not supported
@@ -112,7 +114,9 @@ def _parse_header(data: bytes) -> dict[str, list[str]]:
         raise ReadError("EDF+D", "a recording with gaps is not read: cut it into EDF+C")
     count = _whole_number(_text(data[252:256]), "number of signals", 1)
     if _whole_number(_text(data[184:192]), "header size", 1) != 256 * (count + 1):
-        raise ReadError("header size", f"not the size of a header with {count} signals")
+        raise ReadError(
+            "header size", f"the stated size is not that of a header with {count} signals"
+        )
     place, fields = 256, {}
     for name, width in HEADER_FIELDS:
         if name:
@@ -158,8 +162,8 @@ def _microvolts(steps: np.ndarray, fields: dict[str, str], lead: str) -> np.ndar
     if not 0 < abs(gain * unit_uv) <= 1000:
         raise ReadError(
             "gain",
-            f"lead {lead}: {low:g} to {high:g} {fields['unit']} for {first:g} to {last:g}: over 0 to "
-            "1000 uV per step are read",
+            f"lead {lead}: {low:g} to {high:g} {fields['unit']} for stored values from {first:g} to {last:g}: "
+            "only steps over 0 and up to 1000 uV are read",
         )
     return (steps * gain + (low - gain * first)) * unit_uv
 

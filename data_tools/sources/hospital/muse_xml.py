@@ -24,9 +24,9 @@ from .base import (
 )
 
 MAX_LEADS = 64
-# Fields that could shift or scale the samples, each with the only value that is accepted
-_REQUIRED_OF_WAVEFORM = {"SampleType": "CONTINUOUS_SAMPLES", "SampleExponent": "0"}
-_REQUIRED_OF_LEAD = {
+# Fields that could shift or scale the samples. If a file has such a field, only this value is accepted
+_ACCEPTED_OF_WAVEFORM = {"SampleType": "CONTINUOUS_SAMPLES", "SampleExponent": "0"}
+_ACCEPTED_OF_LEAD = {
     "LeadAmplitudeUnits": "MICROVOLTS",
     "LeadTimeOffset": "0",
     "LeadOffsetFirstSample": "0",
@@ -55,7 +55,7 @@ def decode(data: bytes) -> DecodedEcg:
     fields, leads = _fields(rhythms[0]), [_fields(lead) for lead in rhythms[0].iterfind("LeadData")]
     if len(leads) > MAX_LEADS:
         raise ReadError("signal count", f"{len(leads)} leads, {MAX_LEADS} at most")
-    _require_fields(fields, _REQUIRED_OF_WAVEFORM)
+    _check_fields(fields, _ACCEPTED_OF_WAVEFORM)
     if leads and not any(map(_is_lead_on, leads)):
         raise ReadError("no valid lead", f"the file states LeadOff for all {len(leads)} leads")
     signals: dict[str, np.ndarray | None] = {}
@@ -84,7 +84,7 @@ def _fields(element: Element) -> Fields:
     return {child.tag: (child.text or "").strip() for child in element}
 
 
-def _require_fields(fields: Fields, expected: Fields) -> None:
+def _check_fields(fields: Fields, expected: Fields) -> None:
     for name, value in expected.items():
         if fields.get(name, value).upper() != value:
             raise ReadError(name, f"{fields[name][:20]!r}, only {value} is read")
@@ -97,14 +97,14 @@ def _is_lead_on(fields: Fields) -> bool:
 def _microvolts(fields: Fields, name: str) -> np.ndarray | None:
     """Return a lead's microvolts; None if the lead was off or has samples that were not measured. If the file
     states a number of samples and a checksum, the data must agree with them."""
-    _require_fields(fields, _REQUIRED_OF_LEAD)
+    _check_fields(fields, _ACCEPTED_OF_LEAD)
     if "LeadAmplitudeUnits" not in fields:
         raise ReadError("unknown unit", f"lead {name[:10]} states no unit")
     if not 0 < (uv_per_step := to_number(fields.get("LeadAmplitudeUnitsPerBit"))) <= 1000:
         raise ReadError(
             "gain",
-            f"lead {name[:10]}: {fields.get('LeadAmplitudeUnitsPerBit', 'none')[:20]} uV per step, over 0 to "
-            "1000 are read",
+            f"lead {name[:10]}: {fields.get('LeadAmplitudeUnitsPerBit', 'none')[:20]} uV per step, only over 0 "
+            "and up to 1000 are read",
         )
     data = decode_base64(fields.get("WaveFormData", ""), f"lead {name[:10]}: ")
     for field, value in zip(

@@ -20,10 +20,10 @@ from .base import MAX_XML_BYTES, DecodedEcg, FileFormat, decode_base64, parse_xm
 
 MAX_PHILIPS_LEADS, MAX_PHILIPS_SAMPLES = 32, 30_000
 ECG_S = 10
-# Zeros begin at 10.6 s, the pulse at 10.7 s, zeros again at 10.9 s; the file ends at 11 s
+# Each lead has zeros from 10.6 s, the calibration pulse from 10.7 s, zeros again from 10.9 s, and ends at 11 s
 PULSE_S = (10.6, 10.7, 10.9, 11)
 PULSE_UV = 1000
-MAX_LZW_STRINGS = 767  # that a decoder of LZW with 10-bit codes learns
+MAX_LZW_STRINGS = 767  # most strings that a decoder of LZW with 10-bit codes learns
 END_CODE = 1023  # the LZW code that ends a lead
 # Fields that could shift, scale or hide the samples, each with the only value that is accepted
 _REQUIRED_FIELDS = {
@@ -33,14 +33,14 @@ _REQUIRED_FIELDS = {
     "signaloffset": "0",
     "signalsigned": "true",
 }
-# Names of fields, mostly in version 1.03, and their names in version 1.04
+# {name of a field, mostly in version 1.03: its name in version 1.04}
 _FIELD_ALIASES = {
     "compressmethod": "compression",
     "nbitspersample": "bitspersample",
     "signalresolution": "resolution",
     "samplespersecond": "samplingrate",
 }
-_SKIPPED = frozenset(
+_SKIPPED_ELEMENTS = frozenset(
     (
         "internalmeasurements",
         "measurements",
@@ -56,7 +56,7 @@ StatedFields = dict[str, list[str]]
 
 
 def decode(data: bytes) -> DecodedEcg:
-    root = parse_xml(data, _SKIPPED)
+    root = parse_xml(data, _SKIPPED_ELEMENTS)
     if root.tag != "restingecgdata":
         raise ReadError("unknown format", f"not Philips XML: its root element is {root.tag[:40]}")
     version = root.findtext("documentinfo/documentversion", "").strip()
@@ -76,7 +76,7 @@ def decode(data: bytes) -> DecodedEcg:
     if not 3 <= samples <= MAX_PHILIPS_SAMPLES or samples % 1:
         raise ReadError(
             "sample count",
-            f"{samples:g} samples in a lead, a whole number from 3 to {MAX_PHILIPS_SAMPLES} is read",
+            f"{samples:g} samples in a lead, only a whole number from 3 to {MAX_PHILIPS_SAMPLES} is read",
         )
     leads = _add_limb_leads(
         dict(zip(names, _decode_xli(packed, len(names), int(samples)), strict=True))
@@ -110,8 +110,8 @@ def _uv_per_step(stated: StatedFields, height: int) -> float:
     if differs or not 0 < uv_per_step <= 1000:
         raise ReadError(
             "gain",
-            f"{uv_per_step:g} uV per step, calibration pulse of {height or 'no'} steps: a pulse must have "
-            f"{PULSE_UV} uV, and a step over 0 to 1000 uV",
+            f"{uv_per_step:g} uV per step, calibration pulse of {height or 'no'} steps: the pulse must be "
+            f"{PULSE_UV} uV high, and a step over 0 and up to 1000 uV",
         )
     return uv_per_step
 
@@ -121,7 +121,7 @@ FORMAT = FileFormat(lambda head, name: root_tag(head) == "restingecgdata", decod
 
 def _stated_fields(waveform: Element, root: Element) -> StatedFields:
     """Return what the file states about its samples, by the field names of version 1.04. A field that is
-    stated twice has two texts."""
+    stated twice has two texts. Raise a ReadError if a field lacks the value that _REQUIRED_FIELDS names."""
     stated: StatedFields = {}
     characteristics = root.iterfind("dataacquisition/signalcharacteristics/*")
     for name, text in (
@@ -160,7 +160,7 @@ def _lead_names(stated: StatedFields) -> list[str]:
     if not 0 < len(names) == count <= MAX_PHILIPS_LEADS:
         raise ReadError(
             "signal count",
-            f"{count:g} leads, {len(names)} with a name: 1 to {MAX_PHILIPS_LEADS} are read, all with a name",
+            f"{count:g} leads, {len(names)} with a name: only 1 to {MAX_PHILIPS_LEADS} leads are read, and each needs a name",
         )
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ReadError("duplicated lead", twice[:10])
@@ -262,7 +262,8 @@ def _pulse_height(leads: dict[str, np.ndarray], fs_hz: float) -> int:
     if len(set(heights.values())) > 1:
         wrong = min(heights, key=heights.__getitem__)
         raise ReadError(
-            "calibration pulse", f"lead {wrong[:10]} has another pulse or none: the file is damaged"
+            "calibration pulse",
+            f"lead {wrong[:10]} has a different pulse from the other leads, or none: the file is damaged",
         )
     return max(heights.values(), default=0)
 

@@ -25,9 +25,9 @@ YEARS_PER_UNIT_CODE = dict(enumerate(AGE_UNITS.values(), 1))
 PATIENT_ID, AGE, SEX, END = 2, 4, 8, 255  # tags of fields in section 1
 DEFAULT_TABLE = 19999
 JUMP_DOUBLINGS = 4  # the Huffman decoder's loop advances 2**JUMP_DOUBLINGS numbers at a time
-# The standard's default Huffman table, by the next ten bits. A zero bit means 0. A code of n ones (1 to 8),
-# a zero and a sign bit means n or -n. A code that begins with nine ones has ten bits, and a number of 8 or 16
-# bits follows it
+# The standard's default Huffman table. The next ten bits of the data are the index into these three arrays. A zero
+# bit means 0. A code of n ones (1 to 8), a zero and a sign bit means n or -n. A code that begins with nine ones
+# has ten bits, and a number of 8 or 16 bits follows it
 _LEADING_ONES = np.array([10 - (1023 ^ bits).bit_length() for bits in range(1024)])
 _CODE_LENGTHS = np.where(
     _LEADING_ONES == 0,
@@ -116,14 +116,15 @@ def _step_interval_order(sections: dict[int, bytes]) -> tuple[int, int, int]:
         )
     if bimodal:
         raise ReadError(
-            "bimodal compression", "fewer samples are stored between the beats, which is not read"
+            "bimodal compression",
+            "the samples between the beats are stored at a lower rate, which is not read",
         )
     if table != DEFAULT_TABLE:
         raise ReadError(
             "Huffman table", f"{table} tables of its own, only the standard's default is read"
         )
     if order > 2:
-        raise ReadError("differences", f"differences of order {order}, orders 0 to 2 are read")
+        raise ReadError("differences", f"differences of order {order}, only orders 0 to 2 are read")
     if not nanovolts:
         raise ReadError("gain", "the file states 0 nV per step")
     if not interval_us:
@@ -196,9 +197,11 @@ def _patient_age_sex(section: bytes) -> tuple[str | None, float | None, str | No
 def decode_huffman(coded: bytes, count: int) -> np.ndarray:
     """Decode `count` numbers that are Huffman-coded by the standard's default table."""
     octets = np.frombuffer(coded + bytes(6), np.uint8).astype(np.int32)
-    words = octets[:-2] << 16 | octets[1:-1] << 8 | octets[2:]  # the 24 bits from each byte on
+    # For each byte, the 24 bits that begin with it
+    words = octets[:-2] << 16 | octets[1:-1] << 8 | octets[2:]
     shifts = np.arange(14, 6, -1, dtype=np.int32)
-    windows = (words[:, None] >> shifts & 1023).ravel()  # the 10 bits from each bit on
+    # For each bit, the 10 bits that begin with it
+    windows = (words[:, None] >> shifts & 1023).ravel()
     starts = _code_starts(windows, count)
     codes = windows.take(starts)
     spare = 8 * len(coded) - int(starts[-1] + _CODE_LENGTHS[codes[-1]])
