@@ -48,7 +48,7 @@ Tree = dict[str, Any]
 STEP_KIND_OF_RESULT = {  # name of a result in the record -> the kind of the steps whose scores it joins
     "synthetic": "bench",
     "real": "real-scores",
-    tables.BY_CROPS: "real-crops",
+    tables.BY_CROPS_RESULT: "real-crops",
     "real, fine-tuned": "real-tuned",
     "fine-tuned": "evaluate",
 }
@@ -172,7 +172,7 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
     blocks = [tables.headline_table(part), *report.part_blocks(part)]
     write_whole(place / "evidence.md", "\n\n".join(blocks) + "\n")
     if {"synthetic", "real"} & results.keys():
-        report.share_chart(part).savefig(place / "evidence.png", dpi=150)
+        report.label_share_chart(part).savefig(place / "evidence.png", dpi=150)
     say(f"{place}: evidence.json, evidence.md, evidence.png: {', '.join(results)}")
 
 

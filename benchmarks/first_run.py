@@ -112,8 +112,8 @@ def smoke(run: LoopRun) -> Found:
 
 
 def profile(run: LoopRun) -> Found:
-    """Traces `run.steps` steps of the training loop. Returns the last metrics and the slowest operations, which
-    RUN/profile has, too, with the trace."""
+    """Traces `run.steps` steps of the training loop. Returns the last metrics and the slowest operations.
+    RUN/profile keeps the operations and the trace."""
     from omnilead.engine.training.profiling import WARM_UP
 
     steps = WARM_UP + run.steps + 1
@@ -132,7 +132,7 @@ def train(run: LoopRun, seconds: float) -> Found:
         end = time.monotonic() + seconds
 
         def stop_after_time() -> None:  # the loop calls it after each step
-            loop.terminated |= time.monotonic() > end  # SIGTERM sets `terminated`, too
+            loop.terminated |= time.monotonic() > end  # ends the training, as SIGTERM does
 
         return original(loop, argparse.Namespace(step=stop_after_time))
 

@@ -1,4 +1,5 @@
-"""Ten million crops: the jobs that go over all of them, each in a process of its own.
+"""Make a dataset of ten million crops, and define the jobs that go over all of them. Each job runs in a
+process of its own.
 
     dataset = make_huge_dataset(Path("huge"), 10_000_000)
     cases = cases_of_jobs(dataset)                       # for benchmarks.measure.run_cases
@@ -42,7 +43,7 @@ from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.base import Source
 from omnilead.data_tools.sources.dataset import dataset_sources
 
-# Bytes of a crop in a tar shard: header and samples, header and metadata
+# Bytes of a crop in a tar shard: a header and the samples, then a header and the metadata
 CROP_IN_TAR_BYTES = 512 + 120_320 + 512 + 512
 PREFIX_OF_SOURCE = {"cpsc_2018": "A", "georgia": "E", "ningbo": "JS", "ptb-xl": "HR"}
 SOURCES_AND_PREFIXES = tuple(PREFIX_OF_SOURCE.items())
@@ -199,8 +200,8 @@ def hold_out(url: str) -> Job:
 
 
 def look_for_leaks(url: str) -> Job:
-    """Looks for leakage between a dataset and a second opening of it. The roles keep training and held-out
-    patients apart, so that all of them are compared and no leak is found."""
+    """Looks for leakage between a dataset and a second opening of it. The roles keep patients for training
+    apart from those held out, so all of them are compared and no leak is found."""
     from omnilead.engine.data import leakage
 
     datasets = open_verified(url), open_verified(url)
@@ -225,7 +226,7 @@ def find_copies(url: str) -> Job:
 
 
 def hash_seen_crops(url: str) -> Job:
-    """Makes the record of the crops that a model has seen."""
+    """Hashes the crops of pre-training, as for the record of what a model has seen."""
     from omnilead.engine.data import seen
 
     yield 0

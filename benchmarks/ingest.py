@@ -83,8 +83,9 @@ def ingest(archive: Path) -> float:
 
 
 def ingest_like_fairseq(archive: Path) -> float:
-    """Runs our re-creation of fairseq-signals' preprocessing. It has the same input and output; it was written
-    after reading the original, and is not their code. Returns the number of records."""
+    """Runs our re-creation of fairseq-signals' preprocessing on the first 300 records of an archive. It has the same
+    input and output as the original; it was written after reading that, and is not its authors' code.
+    Returns the number of records."""
     import wfdb
     from scipy.io import loadmat
 

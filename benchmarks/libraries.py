@@ -15,7 +15,7 @@ import torch
 
 from omnilead.data_tools.dataset import CROP_SHAPE, Dataset
 
-SAMPLES = CROP_SHAPE[0] * CROP_SHAPE[1]
+CROP_SAMPLES = CROP_SHAPE[0] * CROP_SHAPE[1]
 # (a collection of stored crops, a function that converts an item of it to a tensor)
 ItemsAndConverter = tuple[Any, Callable[[Any], torch.Tensor]]
 
@@ -71,7 +71,7 @@ def write_litdata(dataset: Path, place: Path) -> None:
         str(place),
         chunk_bytes="64MB",
         num_workers=1,
-        item_loader=litdata.TokensLoader(SAMPLES),
+        item_loader=litdata.TokensLoader(CROP_SAMPLES),
         verbose=False,
     )
 
@@ -79,7 +79,7 @@ def write_litdata(dataset: Path, place: Path) -> None:
 def open_litdata(place: Path) -> ItemsAndConverter:
     import litdata
 
-    blocks = litdata.TokensLoader(SAMPLES)
+    blocks = litdata.TokensLoader(CROP_SAMPLES)
     data = litdata.StreamingDataset(str(place), item_loader=blocks, shuffle=True)
     return data, torch.Tensor.contiguous
 

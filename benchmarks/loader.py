@@ -40,13 +40,13 @@ from omnilead.data_tools.io.terminal import keep_freed_memory
 NOISE_OF_STAGE = {"RLM": ("", ()), "physio3+RLM": ("physio3", ("powerline", "emg", "wander"))}
 BACKENDS = {"torch": "torch", "dali": "dali on the CPU"}
 # Batch sizes. Lead masking alone is measured with all of them, noise only with the first
-BATCHES = {"cpu": (256,), "cuda": (256, 1024, 64)}
+BATCH_SIZES = {"cpu": (256,), "cuda": (256, 1024, 64)}
 THREADS = {"cpu": 1, "cuda": 4}
-# Disk space of a crop in all formats: in a tar shard and four other formats, and as two float64 .mat files
-CROP_MB = 5 * 0.12 + 0.48
+# Disk space of a crop in all formats together: a tar shard, four other formats, two float64 .mat files
+CROP_MB_IN_ALL_FORMATS = 5 * 0.12 + 0.48
 PREFETCHED_BATCHES = 4  # how many batches our loader prepares ahead
-# The warm-up is the first epoch, in which our loader verifies checksums, but no longer than this: in a case
-# so slow, checksums take little of the time
+# The warm-up is the first epoch, in which our loader verifies checksums. It ends after this time at the
+# latest: where an epoch takes longer, checksums take little of the time
 WARM_UP_LIMIT_S = 6.0
 HALF_SAMPLES = 2500
 LOWER_LIMIT_CASE = "RLM: the least: reading and converting, in any order, without masks"
@@ -54,7 +54,7 @@ LOWER_LIMIT_CASE = "RLM: the least: reading and converting, in any order, withou
 
 def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     records, seconds, device = options.records or 10_000, options.seconds or 3, options.device
-    free, needed = psutil.virtual_memory().available / 1e6, 1.2 * CROP_MB * records
+    free, needed = psutil.virtual_memory().available / 1e6, 1.2 * CROP_MB_IN_ALL_FORMATS * records
     if free < needed:
         raise CaseError(
             f"--records {records}: needs {needed:,.0f} MB of page cache, but {free:,.0f} MB are free: "
@@ -64,15 +64,18 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
     threads = THREADS[device]
     cases: Cases = {}
     for stage in NOISE_OF_STAGE:
-        for batch in BATCHES[device] if stage == "RLM" else BATCHES[device][:1]:
+        for batch in BATCH_SIZES[device] if stage == "RLM" else BATCH_SIZES[device][:1]:
             for backend, name in BACKENDS.items():
                 name = f"{backend} to cuda" if device == "cuda" else name
                 case_arguments = (folder, stage, backend, batch, threads, seconds, device)
-                cases[f"{stage}: {name}, batch {batch}"] = (count_from_our_loader, case_arguments)
+                cases[f"{stage}: {name}, batch {batch}"] = (
+                    count_crops_of_our_loader,
+                    case_arguments,
+                )
     if device == "cuda":
         return describe_input(dataset, threads=threads), cases
     cases[LOWER_LIMIT_CASE] = (
-        count_from_other_loader,
+        count_crops_of_other_loader,
         (read_and_convert, folder, "", len(dataset), 256, seconds),
     )
     segments.mkdir()
@@ -81,7 +84,7 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
     for stage in NOISE_OF_STAGE:
         name = f"{stage}: re-creation of fairseq-signals' loader, 0 workers"
         cases[name] = (
-            count_from_other_loader,
+            count_crops_of_other_loader,
             (fairseq_like_batches, segments, stage, len(dataset), 64, seconds),
         )
     for name, (write, _) in LIBRARIES.items():
@@ -89,10 +92,10 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
         with suppress(CaseError):  # if this fails, the library's case fails, too, and is reported
             call_fresh(write, folder, place)
         arguments = (library_batches, place, name, len(dataset), 256, seconds)
-        cases[f"RLM: {name} in a DataLoader"] = (count_from_other_loader, arguments)
+        cases[f"RLM: {name} in a DataLoader"] = (count_crops_of_other_loader, arguments)
         if write is write_npy:
             arguments = (npy_batches, *arguments[1:])
-            cases[f"RLM: {name}, converted by batch"] = (count_from_other_loader, arguments)
+            cases[f"RLM: {name}, converted by batch"] = (count_crops_of_other_loader, arguments)
     # All files are read twice, because the kernel marks a page of its cache as active at the second read
     for _ in range(2):
         for path in work.rglob("*.*"):
@@ -132,7 +135,7 @@ def limit_to_one_thread() -> None:
     keep_freed_memory()
 
 
-def count_from_our_loader(
+def count_crops_of_our_loader(
     dataset: Path, stage: str, backend: str, batch: int, threads: int, seconds: float, device: str
 ) -> Iterator[float]:
     from omnilead.engine.data.augmentations import AugmentConfig
@@ -150,7 +153,7 @@ def count_from_our_loader(
         loader.close()
 
 
-def count_from_other_loader(
+def count_crops_of_other_loader(
     make: Any, place: Path, name: str, crops: int, batch: int, seconds: float
 ) -> Iterator[float]:
     limit_to_one_thread()
@@ -244,7 +247,7 @@ def endless_batches(data: Any, batch: int, **options: Any) -> Iterator[Any]:
 def library_batches(place: Path, name: str, batch: int) -> Iterator[torch.Tensor]:
     """Yields batches of crops that one of LIBRARIES reads and MaskedHalves converts."""
     data, crop_of = LIBRARIES[name][1](place)
-    # Iterable datasets of these libraries shuffle themselves
+    # The iterable datasets among those of LIBRARIES shuffle their crops themselves
     shuffle = not isinstance(data, torch.utils.data.IterableDataset)
     return endless_batches(data, batch, shuffle=shuffle, collate_fn=MaskedHalves(batch, crop_of))
 

@@ -291,9 +291,9 @@ def make_dataset(
 
 def describe_input(dataset: Any, **facts_of_case: Any) -> Result:
     """Returns what a record says about the input data of a benchmark."""
-    from omnilead.data_tools.synthetic.archive import VERSION
+    from omnilead.data_tools.synthetic.archive import ARCHIVE_VERSION
 
-    facts = {"archive": f"synthetic-{VERSION}", "crops": len(dataset)}
+    facts = {"archive": f"synthetic-{ARCHIVE_VERSION}", "crops": len(dataset)}
     return facts | {"dataset": dataset.fingerprint} | facts_of_case
 
 

@@ -40,7 +40,7 @@ RESULTS_PAGE, EVIDENCE_PAGE = (
     ROOT / "benchmarks" / "RESULTS.md",
     ROOT / "benchmarks" / "EVIDENCE.md",
 )
-CHART_PATH = RESULTS / "speed.svg"  # shown in README
+SPEED_CHART_PATH = RESULTS / "speed.svg"  # shown in README
 OFFICIAL_FOLD_RESULTS = RESULTS / "sources" / "fold10.json"
 BOOSTED_RESULTS = RESULTS / "sources" / "folds_8_to_10_981_labels.json"
 BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results -->"
@@ -145,8 +145,8 @@ def results_only_in_older(part: Part, older: Part) -> dict[str, Result]:
 
 
 def sort_key(part: Part) -> tuple[bool, str, bool, str]:
-    """Returns the key by which parts are sorted: reduced records come first, then older ones (by UTC day); on the
-    same day, parts of a suite come before records of their own."""
+    """Returns the key by which parts are sorted: reduced records before all others, older days (UTC) before newer ones,
+    and on the same day parts of a suite before records of their own."""
     reduced = bool(part["config"].get("only")) or is_smaller_job(part["config"])
     return not (part["alone"] and reduced), part["date"][:10], part["alone"], part["date"]
 
@@ -174,7 +174,7 @@ class Target(NamedTuple):
 
 
 def inverse_median_getter(figure: str) -> Callable[[str, dict[str, Result]], float]:
-    """Returns a function that returns 1 / the median of `figure` of a case."""
+    """Returns a function of (case, results of all cases) that returns 1 / the median of `figure`, such as per_s."""
     return lambda name, results: 1 / float(results[name][figure]["median"])
 
 
@@ -183,31 +183,31 @@ def peak_memory(name: str, results: dict[str, Result]) -> float:
 
 
 def median_getter(figure: str) -> Callable[[str, dict[str, Result]], float]:
-    """Returns a function that returns the median of `figure` of a case."""
+    """Returns a function of (case, results of all cases) that returns the median of `figure`, such as per_s."""
     return lambda name, results: float(results[name][figure]["median"])
 
 
-ONE_THREAD = r": torch, batch \d+(, first epoch)?$"
-TIMES_LOADER = "times the re-creation of fairseq-signals' loader"
-TIMES_STEP = "times the re-creation of fairseq-signals' in fp32"
+ONE_THREAD_CASES = r": torch, batch \d+(, first epoch)?$"
+TIMES_RECREATED_LOADER = "times the re-creation of fairseq-signals' loader"
+TIMES_RECREATED_STEP = "times the re-creation of fairseq-signals' in fp32"
 TAR_CASE = "^ingest: omnilead, tar$"
 # fmt: off
 TARGETS = (
     Target("records to tar shards a CPU-second, one worker", "ingest", TAR_CASE, median_getter("per_cpu_s"), 2000),
     Target("records to tar shards, times the re-creation of fairseq-signals' preprocessing",
         "ingest", TAR_CASE, speed_against_recreation, 10),
-    Target(f"lead masking, torch, one thread, {TIMES_LOADER}",
-        "loader", f"^RLM{ONE_THREAD}", speed_against_recreation, 10, "cpu"),
+    Target(f"lead masking, torch, one thread, {TIMES_RECREATED_LOADER}",
+        "loader", f"^RLM{ONE_THREAD_CASES}", speed_against_recreation, 10, "cpu"),
     Target("lead masking, torch, one thread, times the fastest of other libraries",
-        "loader", f"^RLM{ONE_THREAD}", speed_against_library, 2.5, "cpu"),
-    Target(f"noise, torch, one thread, {TIMES_LOADER}",
-        "loader", rf"^physio\S*{ONE_THREAD}", speed_against_recreation, 15, "cpu"),
+        "loader", f"^RLM{ONE_THREAD_CASES}", speed_against_library, 2.5, "cpu"),
+    Target(f"noise, torch, one thread, {TIMES_RECREATED_LOADER}",
+        "loader", rf"^physio\S*{ONE_THREAD_CASES}", speed_against_recreation, 15, "cpu"),
     Target("crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads",
         "loader", r"^RLM: (torch|dali) to cuda, batch (256|1024)$", median_getter("per_s"), 27_000,
         "cuda"),
-    Target(f"the paper's model in bf16, {TIMES_STEP}",
+    Target(f"the paper's model in bf16, {TIMES_RECREATED_STEP}",
         "step", "^omnilead: (autocast|bf16), .*crops$", step_speed_against_recreation, 3, "cpu"),
-    Target(f"the paper's model in fp32, {TIMES_STEP}",
+    Target(f"the paper's model in fp32, {TIMES_RECREATED_STEP}",
         "step", "^omnilead: fp32, .*crops$", step_speed_against_recreation, 1.1, "cpu"),
     Target("crops a second through the paper's model (the target is for an H200)",
         "step", "^omnilead: ", median_getter("per_s"), 2700, "cuda"),
@@ -309,7 +309,7 @@ def read_official_fold() -> Part:
 
 
 def evidence_page() -> str:
-    """Returns the text of EVIDENCE.md, with the table of PTB-XL's official test fold made anew."""
+    """Returns the text of EVIDENCE.md: its table of PTB-XL's official test fold is made anew, and the rest is kept."""
     before, _, rest = EVIDENCE_PAGE.read_text().partition(BEGIN)
     table = tables.headline_table(read_official_fold())
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
@@ -319,13 +319,13 @@ def picture_name(part: Part) -> str:
     return "evidence_gpu.png" if device_of(part) == "cuda" else "evidence.png"
 
 
-def share_chart(part: Part) -> Figure:
+def label_share_chart(part: Part) -> Figure:
     """Returns a figure of the AUROC of diagnosis against the share of labels, for synthetic and real ECGs, and for
     12 leads and lead I."""
     rows: list[Result] = []
     models: dict[str, str] = {}
     for where, document in part["results"].items():
-        if where == tables.BY_CROPS:
+        if where == tables.BY_CROPS_RESULT:
             continue
         models_shown = {*tables.BASELINES, *list(document["models"])[:1]}
         for row in document["rows"]:
@@ -336,7 +336,7 @@ def share_chart(part: Part) -> Figure:
     return bench_report.draw_comparison({"rows": rows, "models": models})
 
 
-def crop_curves(document: Result, crops_per_cpu_s: float) -> Figure:
+def crop_count_chart(document: Result, crops_per_cpu_s: float) -> Figure:
     """Returns a figure of the AUROC on real ECGs against the number of crops that a model was trained on. Models
     are called "NAME, 40,000 crops"; those with the same NAME are a curve. A NAME with only one number of crops
     is left out, as it would be a single point. Baselines are not trained on crops, so they are horizontal
@@ -381,13 +381,13 @@ def crop_curves(document: Result, crops_per_cpu_s: float) -> Figure:
         fontsize=8,
         title_fontsize=8,
     )
-    # Drawn once now, because the layout takes the place of the cost axes into account only after that
+    # The figure is drawn once now, because the layout leaves room for the cost axes only after that
     figure.draw_without_rendering()
     return figure
 
 
 def _draw_crop_curves(axes: Axes, rows: list[Result]) -> None:
-    """Draws the curves and baselines of one panel."""
+    """Draws one panel of crop_count_chart: a curve for each NAME, and a horizontal line for each baseline."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         model, auroc = row["model"], row["metrics"]["auroc"]
@@ -412,17 +412,17 @@ def main() -> int:
         return 2
     RESULTS_PAGE.write_text(results_page(parts))
     EVIDENCE_PAGE.write_text(evidence_page())
-    CHART_PATH.write_text(chart.draw_chart(parts))
-    figures = {"fold10.png": share_chart(read_official_fold())}
+    SPEED_CHART_PATH.write_text(chart.draw_chart(parts))
+    figures = {"fold10.png": label_share_chart(read_official_fold())}
     latest = newest_parts(parts)
     for part in latest.values():
         if part["benchmark"] == "evidence":
-            figures[picture_name(part)] = share_chart(part)
-            if document := part["results"].get(tables.BY_CROPS):
+            figures[picture_name(part)] = label_share_chart(part)
+            if document := part["results"].get(tables.BY_CROPS_RESULT):
                 rows = json.loads(BOOSTED_RESULTS.read_text())["rows"]
                 document["rows"] += [row for row in rows if row["model"] == "boosted features"]
                 speed = latest["e2e", "cpu"]["results"][COST_CASE]["per_cpu_s"]["median"]
-                figures["crops.png"] = crop_curves(document, speed)
+                figures["crops.png"] = crop_count_chart(document, speed)
     for name, figure in figures.items():
         figure.savefig(RESULTS / name, dpi=120, metadata={"Software": None})
     return 0

@@ -49,8 +49,9 @@ CPU_ONLY = ("ingest", "scaling")
 CPU_REPEATS = {"ingest": 5, "loader": 5, "scaling": 5, "e2e": 60}
 GPU_REPEATS = 5
 LIMIT_S = {"cpu": 600.0, "cuda": 200.0}  # time limit of each process of a suite
-LEAST_S = 15  # a benchmark is not started if fewer seconds than this are left
-# Regular expression for the cases of `step` that decide the default settings, with the paper's batch size
+LEAST_S_TO_START = 15  # a benchmark is not started if fewer seconds than this are left
+# Regular expression for the cases of `step` that decide the default settings; all steps among them have the
+# paper's batch size
 DECIDING_STEPS = (
     r"product: bf16|: bf16, (plain kernels, )?(layers|step) compiled, .*512|step: autocast, 512"
 )
@@ -149,7 +150,7 @@ def run_part(
     parts = [part for part in record["parts"] if part["benchmark"] == name]
     part = parts[0] if parts else {"benchmark": name, "results": {}}
     try:
-        if measure.deadline - time.monotonic() < LEAST_S:
+        if measure.deadline - time.monotonic() < LEAST_S_TO_START:
             raise CaseError(OUT_OF_TIME)
         left_out.pop(name, None)
         with tempfile.TemporaryDirectory(prefix="omnilead-bench-") as work:
@@ -193,7 +194,7 @@ def publish_record(record: Part, path: Path) -> int:
     wrong = 0
     for name, reason in record["left_out"].items():
         print(f"benchmarks.run: left out: {name}: {reason}", file=sys.stderr)
-        # A reason with this prefix means an error of the program, not of this machine
+        # A reason that begins with BUG_PREFIX means an error of the program, not of this machine
         wrong |= reason.startswith(BUG_PREFIX)
     if not record["parts"]:
         print("benchmarks.run: nothing was measured", file=sys.stderr)
@@ -215,9 +216,10 @@ def save_record(record: Part, path: Path) -> None:
 
 
 def find_path_and_record(options: argparse.Namespace) -> tuple[Path, Part]:
-    """Returns (path, record) to add results to. This is an existing record, --out or today's, if it is of the same
-    command, versions and revision, and, for today's, if cases are missing. Otherwise it is a new record.
-    Today's further records are named -2, -3, ..., because records are never overwritten."""
+    """Returns (path, record) to add results to. An existing record is continued if it is of the same command,
+    versions and revision. Without --out, it must also be today's and lack cases; if there is none, a new
+    record is begun, with -2, -3, ... in its name if needed, because records are never overwritten. With
+    --out, a file that is not such a record raises a ConfigError."""
     settings = vars(options).items()
     config = {key: value for key, value in settings if key not in ("out", "minutes")}
     new = machine_facts() | {"benchmark": options.benchmark, "config": config, "took_s": 0}
@@ -231,7 +233,7 @@ def find_path_and_record(options: argparse.Namespace) -> tuple[Path, Part]:
         same = ("benchmark", "config", "versions", "git")
         with suppress(ValueError, LookupError, TypeError):  # a damaged record raises one of these
             old = json.loads(path.read_text())
-            # This raises a KeyError if something is missing
+            # This raises a KeyError if one of the keys is missing
             old["parts"], old["left_out"], old["complete"], old["took_s"]
             if all(old[key] == new[key] for key in same) and (options.out or old["left_out"]):
                 return path, old

@@ -1,7 +1,7 @@
-"""Measure what ten million crops take: time and memory from process start to a rank's first batch; and those
-of the jobs that go over all crops (benchmarks.huge), also for a tenth and a hundredth of them. Besides,
-compare two ranks with one on this machine. Each rank trains on the same number of crops, and CPU-seconds
-of both ranks are added, because they share the cores.
+"""Measure what ten million crops take: the time and memory to a rank's first batch, and those of each job that
+goes over all crops (benchmarks.huge). The jobs are measured for a tenth and a hundredth of the crops, too.
+Besides, two ranks are compared with one on this machine. Each rank trains on the same number of crops, and
+the CPU-seconds of both ranks are added, because they share the cores.
 """
 
 import argparse

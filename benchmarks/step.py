@@ -48,27 +48,27 @@ from omnilead.engine.training.train import COMPILE_DEFAULTS, compile_model
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
 BATCH_SIZES = {"cpu": (4,), "cuda": (512, 256, 64)}  # crops of 10 s; the paper's batch has 512
 STEPS_PER_REPEAT = {"cpu": 2, "cuda": 20}
-WARM_UP = {"cpu": 1, "cuda": 3}  # how many steps are not counted
+WARM_UP_STEPS = {"cpu": 1, "cuda": 3}  # how many steps are not counted
 PRODUCT_SIZE, PRODUCTS = {"cpu": 2048, "cuda": 8192}, {"cpu": 5, "cuda": 20}
 SMALL_BATCH = 128  # steps with up to so many crops are small enough that four fit a GPU at once
-# Largest relative difference that our loss and the authors' may have in float32. It is not 0, because GPU
-# kernels sum in different orders
+# Largest relative difference that our loss and that of the re-creation may have in float32. It is not 0,
+# because GPU kernels sum in different orders
 LOSS_TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
-# What is changed, one setting at a time, in our step on a GPU with the first batch size. A variant that
-# equals the default is measured only once
-VARIANTS: tuple[dict[str, str], ...] = (
+# Settings of our step that are changed, one at a time, on a GPU and with the first of the batch sizes. A
+# variant that equals the default is measured only once
+GPU_VARIANTS: tuple[dict[str, str], ...] = (
     {"compiled": "step"},
-    # Which of the two attentions torch prefers depends on its version and on the GPU
+    # Both of these attentions are measured, because which one torch prefers depends on its version and the GPU
     {"attention": "cudnn"},
     {"attention": "flash"},
-    # The positional convolution by torch's grouped convolution instead of blocks
+    # The positional convolution is computed by torch's grouped convolution, not in blocks
     {"kernels": "plain"},
     {"compiled": "eager"},
 )
 ATTENTION_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 # Name of the operation in a trace of torch that shows which implementation computed the attention
 ATTENTION_EVENT = re.compile(r"aten::_scaled_dot_product_(?:attention_)?([a-z]+)(?!.*_backward)")
-SAMPLES = 2500
+HALF_SAMPLES = 2500
 COMPILE_LIMIT_S = 150  # how long fill_compile_caches may take
 ADAM: Any = {"lr": 5e-5, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.01}
 AUTHORS_OBJECTIVE = ObjectiveConfig(form="authors", gathered=False)
@@ -77,7 +77,7 @@ DROPOUTS = "dropout attention_dropout activation_dropout input_dropout feature_d
 
 @dataclass(frozen=True)
 class StepRun:
-    """What one case measures."""
+    """A case: the step, or the matrix product, that is measured, and its settings."""
 
     side: str  # RECREATION, OURS or PRODUCT
     precision: str
@@ -129,7 +129,8 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
     difference, limit = call_fresh(loss_difference, base), LOSS_TOLERANCE[device]
     if not difference <= limit:
         raise CaseError(
-            f"our loss and the authors' differ by {difference:.1e}, more than {limit:.0e}, so nothing was timed"
+            f"the losses of omnilead and the re-creation differ by {difference:.1e}, more than {limit:.0e}, so nothing "
+            "was timed"
         )
     chosen = runs_to_compare(base, [options.batch] if options.batch else BATCH_SIZES[device])
     if device == "cuda":
@@ -176,7 +177,7 @@ def runs_to_compare(base: StepRun, batches: Sequence[int]) -> list[StepRun]:
     first, smallest = replace(base, batch=batches[0]), min(batches)
     chosen = [product_bf16, first]
     if base.device == "cuda":
-        chosen += [replace(first, **changes) for changes in VARIANTS]
+        chosen += [replace(first, **changes) for changes in GPU_VARIANTS]
     chosen.append(replace(product_bf16, precision="fp32"))
     for batch in batches:
         autocast = replace(recreation, precision="autocast", batch=batch)
@@ -192,7 +193,7 @@ def repeat_steps(run: StepRun) -> Iterator[Any]:
     set_up(run)
     with force_attention(run.attention):
         advance = prepare_authors(run) if run.side == RECREATION else prepare_ours(run)
-        for _ in range(WARM_UP[run.device] - 1):
+        for _ in range(WARM_UP_STEPS[run.device] - 1):
             advance()
         yield {"attention": detect_attention(advance)}
         while True:
@@ -255,7 +256,8 @@ def set_up(run: StepRun) -> None:
     torch.manual_seed(1)
     np.random.seed(1)
     if run.device == "cpu":
-        keep_freed_memory()  # as in training, where the loader does this; here it holds for both sides
+        # As in training, where the loader does this; here the re-creation gets it, too
+        keep_freed_memory()
 
 
 def synchronize(device: str) -> None:
@@ -312,13 +314,13 @@ def make_optimizer_step(model: nn.Module, precision: str) -> Callable[[], None]:
 
 def prepare_authors(run: StepRun) -> Callable[[], None]:
     """Returns a function that runs one training step of the re-creation of fairseq-signals."""
-    # TF32 for convolutions is torch's default, which the authors do not change. Our programs turn it off
+    # TF32 for convolutions is torch's default, which fairseq-signals keeps. Our programs turn it off
     torch.backends.cudnn.allow_tf32 = True
     config = run.config
     model = AuthorsStep(Pretrainer(config, AUTHORS_OBJECTIVE)).to(run.device).train()
-    source = torch.randn(2 * run.batch, config.leads, SAMPLES, device=run.device)
+    source = torch.randn(2 * run.batch, config.leads, HALF_SAMPLES, device=run.device)
     patient_id = torch.arange(run.batch, device=run.device)
-    # In the authors' own Adam, eps stands at another place of the formula, but takes no less time
+    # In fairseq-signals' own Adam, eps stands at another place of the formula; that takes no less time
     adam = torch.optim.AdamW(model.parameters(), foreach=False, **ADAM)
     updates = count()
 
@@ -340,14 +342,14 @@ def prepare_authors(run: StepRun) -> Callable[[], None]:
 def model_and_losses(
     config: ModelConfig, pairs: int, device: str = "cpu"
 ) -> tuple[Pretrainer, Any]:
-    """Returns (a model without dropout, (our loss, the authors' loss)). The two are functions that compute the loss of
-    the model on the same batch with the same random draws."""
+    """Returns (a model without dropout, (our loss, the re-creation's loss)). The two losses are functions that compute
+    the loss of the model on the same batch with the same random draws."""
     none: dict[str, Any] = dict.fromkeys(DROPOUTS.split(), 0.0)
     config, tau = replace(config, **none), 1.99
     model = Pretrainer(config, AUTHORS_OBJECTIVE).to(device)
-    x_BSLT = torch.randn(pairs, 2, config.leads, SAMPLES).to(device)
+    x_BSLT = torch.randn(pairs, 2, config.leads, HALF_SAMPLES).to(device)
     ids_B = torch.arange(pairs, device=device)
-    rows, tokens, host = 2 * pairs, config.tokens(SAMPLES), torch.device("cpu")
+    rows, tokens, host = 2 * pairs, config.tokens(HALF_SAMPLES), torch.device("cpu")
     authors_draws = make_draws(config, AUTHORS_OBJECTIVE.negatives, rows, tokens, host)
     our_draws = convert_draws(
         {name: np.asarray(value) for name, value in authors_draws._asdict().items()}, config
@@ -369,7 +371,7 @@ def model_and_losses(
 
 
 def loss_difference(run: StepRun) -> float:
-    """Returns the relative difference between our loss and the authors' loss."""
+    """Returns the relative difference between our loss and that of the re-creation of fairseq-signals."""
     set_up(run)
     torch.backends.cudnn.allow_tf32 = False
     with torch.no_grad():

@@ -11,8 +11,8 @@ from omnilead.downstream.reports import bench_report
 # {heading of a column: function that makes a cell from the result of a case}
 Columns = dict[str, Callable[[Result], str]]
 # Baselines that only older records have, because `omnilead bench` no longer measures them
-NO_LONGER_MADE = ("MiniRocket + ridge",)
-BASELINES = ("random weights", "mean beat", "measurements", *NO_LONGER_MADE, "boosted features")
+OLD_BASELINES = ("MiniRocket + ridge",)
+BASELINES = ("random weights", "mean beat", "measurements", *OLD_BASELINES, "boosted features")
 HEADLINE_ROWS = (
     ("real", "ptbxl-superdiagnostic", "auroc", "12", 0.1),
     ("real", "ptbxl-superdiagnostic", "auroc", "12", 1.0),
@@ -27,7 +27,7 @@ PERCENTILE_NOTE = (
     "AUPRC sit too high. The records do not have what it takes to correct them."
 )
 # Name of the result of `evidence` that is shown as a picture, not as a table
-BY_CROPS = "real, by crops"
+BY_CROPS_RESULT = "real, by crops"
 
 
 TEN_MILLION = 10_000_000
@@ -66,10 +66,10 @@ def rate_blocks(part: Part) -> Iterator[str]:
 
 
 def speed_against_recreation(name: str, results: dict[str, Result]) -> float:
-    """Returns the speed of a case per CPU-second, relative to the fastest re-creation of the same kind; NaN if there
-    is none. The kind is what the names of cases have before the colon."""
-    # Older records have cases such as authors_physio3+RLM, our loader with the authors' noise. They are
-    # compared with the re-creation of physio3+RLM
+    """Returns the speed of a case per CPU-second, relative to the fastest peer of the same kind, which is wfdb or a
+    re-creation of fairseq-signals; NaN if there is none. The kind is what a case's name has before the colon."""
+    # Older records have cases such as authors_physio3+RLM: our loader with the noise of fairseq-signals' code.
+    # They are compared with the re-creation of physio3+RLM
     kind = name.split(":")[0].removeprefix("authors_")
     peers = [
         other for other in results if re.match(rf"{re.escape(kind)}: (re-creation|wfdb)", other)
@@ -80,8 +80,8 @@ def speed_against_recreation(name: str, results: dict[str, Result]) -> float:
 
 
 def speed_against_library(name: str, results: dict[str, Result]) -> float:
-    """Returns the speed of a case per CPU-second, relative to the fastest other library with lead masking; NaN if none
-    was measured."""
+    """Returns the speed of a case per CPU-second, relative to that of the fastest library in a DataLoader (with lead
+    masking); NaN if none was measured."""
     library_rates = [
         per_cpu_rate(results[other]) for other in results if other.endswith(" in a DataLoader")
     ]
@@ -100,8 +100,8 @@ def loader_blocks(part: Part) -> Iterator[str]:
 
 
 def step_blocks(part: Part) -> Iterator[str]:
-    """Yields the table of training steps. Each is compared with the re-creation with the same number of crops. The
-    column `attention` is left out for older records, which do not tell it."""
+    """Yields the table of training steps. Each is compared with the re-creation of fairseq-signals' step with the same
+    number of crops. The column `attention` is left out for older records, which do not have it."""
     results, figure, rows = part["results"], main_rate_key(part), []
     traced = any("attention" in result for result in results.values())
     speed = {name: float(result[figure]["median"]) for name, result in results.items()}
@@ -141,8 +141,8 @@ def step_blocks(part: Part) -> Iterator[str]:
 
 
 def cpc_blocks(part: Part) -> Iterator[str]:
-    """Yields the table of training steps of ECG-CPC. Each is compared with the re-creation, which computes in
-    float32."""
+    """Yields the table of training steps of ECG-CPC. Each is compared with the re-creation of ECG-CPC's step, which
+    computes in float32."""
     results, figure, rows = part["results"], main_rate_key(part), []
     step_gflop = part["input"]["gflop_per_crop"]
     speed = {name: float(result[figure]["median"]) for name, result in results.items()}
@@ -168,8 +168,8 @@ def cpc_blocks(part: Part) -> Iterator[str]:
 def step_speed_against_recreation(
     name: str, results: dict[str, Result], baseline: str = "fp32", figure: str = "per_cpu_s"
 ) -> float:
-    """Returns the speed of a step relative to the re-creation with the same number of crops and the precision
-    `baseline`; NaN if that was not measured."""
+    """Returns the speed of a step relative to the re-creation of fairseq-signals' step with the same number of
+    crops and the precision `baseline`; NaN if that was not measured."""
     peer = results.get(f"re-creation of fairseq-signals' step: {baseline}, {name.split(', ')[-1]}")
     return float(results[name][figure]["median"] / peer[figure]["median"]) if peer else nan
 
@@ -271,7 +271,7 @@ def evidence_blocks(part: Part) -> Iterator[str]:
     """Yields the tables of `omnilead bench` for each result of `evidence`: frozen and fine-tuned models, on synthetic and
     real ECGs."""
     for where, document in part["results"].items():
-        if where == BY_CROPS:
+        if where == BY_CROPS_RESULT:
             yield "![AUROC against crops seen in pre-training](results/crops.png)"
             continue
         text = bench_report.comparison_markdown(document).strip()
@@ -286,7 +286,7 @@ def notes_on_outdated_results(part: Part) -> Iterator[str]:
     if not all("interval_method" in result for result in part["results"].values()):
         yield PERCENTILE_NOTE
     models = {name for result in part["results"].values() for name in result.get("models", ())}
-    for name in NO_LONGER_MADE:
+    for name in OLD_BASELINES:
         if name in models:
             yield f"{name} was measured with an earlier version: `omnilead bench` has no such row now."
 
@@ -379,12 +379,12 @@ def per_cpu_rate(result: Result) -> float:
 
 
 def median_formatter(figure: str) -> Callable[[Result], str]:
-    """Returns a function that makes a cell with the median of `figure`."""
+    """Returns a function that makes a cell with the median of `figure`, such as per_s, of a result."""
     return lambda result: number_text(result[figure]["median"])
 
 
 def range_formatter(figure: str) -> Callable[[Result], str]:
-    """Returns a function that makes a cell with the lowest and highest value of `figure`."""
+    """Returns a function that makes a cell with the lowest and highest value of `figure`, such as per_s."""
     return lambda result: (
         f"{number_text(result[figure]['low'])} to {number_text(result[figure]['high'])}"
     )
@@ -397,7 +397,7 @@ def growth_exponent(values: Sequence[float]) -> str:
 
 
 def percent_formatter(figure: str) -> Callable[[Result], str]:
-    """Returns a function that makes a cell with the median of `figure` in per cent."""
+    """Returns a function that makes a cell with the median of `figure`, such as stall_pct, in per cent."""
     return lambda result: f"{result[figure]['median']:.1f} %"
 
 

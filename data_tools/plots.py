@@ -43,8 +43,8 @@ MEASURED_CROPS = 100
 # These colours differ in lightness, so that people with any colour vision can tell them apart
 ROLE_COLOURS = ("#2f6690", "#db963a", "#b3d4e6", "#7d7d88", "#d9d9d4", "#3d2c4a")
 
-# Flags that a few crops of a source may well have. If more than this share of its crops have the flag, a
-# warning with this text asks whether the source was read rightly
+# {flag: (share, text)} of flags that a few crops of a source may well have. If more than the share of a
+# source's crops have the flag, a warning with the text asks whether the source was read rightly
 DOUBTFUL_FLAGS = {
     "saturated": (0.01, f"exceed {MAX_UV // 1000} mV: is its unit"),
     "zeros": (0, "are zero in all leads for half a second or more: is that"),
@@ -103,7 +103,7 @@ def dataset_figure(dataset: Dataset) -> "Figure":
     for axes, (title, counts) in zip(panels, bars.items(), strict=True):
         axes.set_title(title, loc="left", fontsize=10, color=INK, family=FONT)
         _draw_bars(axes, counts, max(len(counts), 0.55 * slots), wide_range=counts is not roles)
-        if counts is roles:  # its legend goes below the axis, where it hides no bars
+        if counts is roles:  # the legend of the roles goes below the axis, where it hides no bars
             font = {"family": FONT, "size": 9}
             below = (-0.01, -1.1 / slots)
             axes.legend(loc="upper left", bbox_to_anchor=below, ncols=4, frameon=False, prop=font)
@@ -347,12 +347,12 @@ def _duplicate_lines(dataset: Dataset) -> list[str]:
     copies = int((records_with[waveform] > 1).sum())
     if not copies:
         return []
-    # `in_order` has pairs (waveform, record), sorted. `first` are the positions of the first record of each
-    # waveform that several records have
+    # `in_order` has the pairs (waveform, record), sorted. `first` has, for each waveform that several records
+    # share, the position of its first pair
     first = (np.cumsum(records_with) - records_with)[records_with > 1]
     pairs = np.unique(in_order[1][np.stack([first, first + 1])], axis=1).T
     shown = [
-        " and ".join(sorted(_record_label(records, record) for record in pair))
+        " and ".join(sorted(_record_with_source(records, record) for record in pair))
         for pair in pairs[:3]
     ]
     more = ", ..." * (len(pairs) > len(shown))
@@ -363,7 +363,7 @@ def _duplicate_lines(dataset: Dataset) -> list[str]:
     ]
 
 
-def _record_label(records: Records, record: int) -> str:
+def _record_with_source(records: Records, record: int) -> str:
     """Returns the source and name of a record as SOURCE/NAME."""
     return f"{records.source_names[records.source[record]]}/{records.names[record]}"
 

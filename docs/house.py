@@ -14,7 +14,7 @@ from matplotlib.patches import FancyBboxPatch
 from tests.test_house import MODULES, dotted, imports
 from tests.test_house import room as wing_and_folder
 
-COLOURS = {"data_tools": "#dbe7f3", "engine": "#e6f0dd", "downstream": "#f6e9d7"}
+WING_COLOURS = {"data_tools": "#dbe7f3", "engine": "#e6f0dd", "downstream": "#f6e9d7"}
 DOCS = Path(__file__).parent
 ROW, COLUMNS, WIDTH, GAP = 0.19, 3, 4.2, 0.5  # inches
 
@@ -53,7 +53,7 @@ def main(out: Path) -> None:
         [name for name in members if level[name] == floor]
         for floor in range(max(level.values()) + 1)
     ]
-    # An arrow is left out if another folder that is imported leads to the same target
+    # The arrow to a folder is left out if arrows lead there through another imported folder
     arrows = {
         name: used - {far for near in used for far in _folders_below(near, below)}
         for name, used in below.items()
@@ -81,7 +81,7 @@ def draw_house(
             left = size[0] / 2 + (i - len(row) / 2) * (WIDTH + 0.5) + 0.25
             bottom = y + top - height[name]
             boxes[name] = (left, bottom)
-            colour, style = COLOURS[name.split("/")[0]], "round,pad=0,rounding_size=0.08"
+            colour, style = WING_COLOURS[name.split("/")[0]], "round,pad=0,rounding_size=0.08"
             axes.add_patch(
                 FancyBboxPatch(
                     (left, bottom), WIDTH, height[name], style, fc=colour, ec="#667", zorder=2

@@ -41,13 +41,13 @@ DOCS = Path(__file__).parent
 # The diagnoses of the synthetic archive that a linear classifier is fitted to
 CLASSES = ("AF", "RBBB", "LBBB")
 RECORD, SHOWN_CLASS = "syn3_HR00024", "RBBB"
-# Resolution, and number of colours, of a .png. It has twice this resolution, because README shows it at
-# half its width
+# Resolution and number of colours of a .png. It is saved with twice this resolution, because README shows
+# it at half its width
 PX_PER_INCH, COLOURS = 84, 48
 
-# Sizes of wings.svg in pixels: width of the picture, height of each wing's row, margin at the top
+# Sizes of wings.svg in pixels: width of the picture, height of each row of WINGS, margin at the top
 WIDTH, ROW, TOP = 760, 132, 12
-# x of the two drawings in a wing's row, and their width and height
+# x of the left and of the right drawing in each row, and the width and height of both
 LEFT_X, RIGHT_X, DRAWN, TALL = 206, 514, 228, 84
 WINGS = (
     ("data_tools", "an archive becomes", "checked shards", "shard"),
@@ -212,7 +212,7 @@ def draw_ecg_paper(signal_LT: Array) -> str:
 
 
 def draw_crop_stack(signal_LT: Array) -> str:
-    """Returns a shard as SVG: a crop in front of other crops."""
+    """Returns a shard as SVG, drawn as a crop in front of other crops."""
     behind = [
         f'<rect class="box" x="{shift}" y="{8 - shift}" width="{DRAWN - 16}" height="{TALL - 8}" rx="3"/>'
         for shift in (12, 6, 0)

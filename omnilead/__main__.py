@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, handed = parser.parse_args(given[:1]).command, {}
     module = COMMANDS[command][0]
     if command == "show" and any(word.partition("=")[0] == "--why" for word in given):
-        module = "omnilead.downstream.reports.why"  # data_tools cannot load models, as --why needs
+        module = "omnilead.downstream.reports.why"  # --why loads a model, which data_tools cannot
     if command in ("pretrain", "status") and (after := after_training()):
         handed["after"] = after
     shorten_busy_loops()

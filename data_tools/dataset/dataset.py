@@ -26,7 +26,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
-from ..ecg.constants import CROP_BYTES, CROP_SHAPE, LEADS, PUBLIC, PUBLIC_PATIENTS, SYNTHETIC
+from ..ecg.constants import (
+    CROP_BYTES,
+    CROP_SHAPE,
+    LEADS,
+    PUBLIC_LICENCES,
+    PUBLIC_PATIENTS,
+    SYNTHETIC,
+)
 from ..ecg.pseudonyms import key_fingerprint
 from ..io.errors import (
     MISSING_FILE,
@@ -198,7 +205,7 @@ class Dataset:
         public = set()
         for source in self.facts.sources:
             name = source.name
-            published = PUBLIC.get(name.removeprefix(SYNTHETIC))
+            published = PUBLIC_LICENCES.get(name.removeprefix(SYNTHETIC))
             if published and (name.startswith(SYNTHETIC) or source.licence == published):
                 public.add(name)
         return public

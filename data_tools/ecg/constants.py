@@ -21,7 +21,7 @@ MAYBE_MISSING = frozenset(_MAYBE_MISSING.split())
 SYNTHETIC = "synthetic-"
 
 # The licence of each archive that anybody can download. The names of its records are no secret
-PUBLIC = {
+PUBLIC_LICENCES = {
     "chapman_shaoxing": "CC-BY-4.0",
     "code15": "CC-BY-4.0",
     "cpsc_2018": "CC-BY-4.0",

@@ -165,8 +165,8 @@ def implausible_amplitude_text(
     signal: np.ndarray, fs_hz: float, uv_per_step: np.ndarray | None = None
 ) -> str:
     """Returns the typical amplitude of an ECG as text if it is implausible, else "". `signal` is
-    [leads, samples], NaN where it was not measured, in microvolts or, with `uv_per_step`, in steps.
-    Leads that never change do not count."""
+    [leads, samples], NaN where it was not measured, in microvolts or, if `uv_per_step` is given, in steps
+    of that size. Leads that never change do not count."""
     second = int(fs_hz)
     ranges = _peak_to_peak(
         signal[:, : signal.shape[1] // second * second].reshape(len(signal), -1, second)
@@ -197,8 +197,8 @@ def with_amplitude_warning(record: EcgRecord) -> EcgRecord:
             if record.signal.dtype.kind == "f" or bool((record.signal == record.invalid).any()):
                 doubt = implausible_amplitude_text(signal_in_microvolts(record)[rows], record.fs_hz)
             else:
-                # Nearly all records are whole numbers without gaps. Measuring these in steps, without
-                # converting the signal to microvolts, is ten times as fast
+                # Nearly all records are whole numbers without gaps. Measuring their amplitude in steps of
+                # the signal, without converting it to microvolts, is ten times as fast
                 uv_per_step = np.broadcast_to(_uv_per_step(record), (len(record.leads), 1))
                 doubt = implausible_amplitude_text(
                     record.signal[rows], record.fs_hz, uv_per_step[rows]
@@ -226,7 +226,8 @@ def _sample_flags(body: np.ndarray, missing: list[bool]) -> list[str]:
         body, [lead for lead, (a, b) in enumerate(zip(low, high, strict=True)) if a != b]
     ):
         flags.append("zeros")
-    if not any(missing[:2]):  # with I and II, the other limb leads can be derived and compared
+    # From I and II, the other limb leads can be derived, and compared with the stored ones
+    if not any(missing[:2]):
         # float32 is exact here, because all numbers are whole and below 2**24
         twice_residual = _TWICE_RESIDUAL @ body[:6].astype(np.float32)
         if any(missing[2:6]):
@@ -251,7 +252,7 @@ def fill_crop(
     record: EcgRecord, index: int, out: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Write crop `index` of the record into `out`. Return (the part of `out` with signal, a mask of
-    the missing leads, the flag `saturated` if samples were clipped)."""
+    the missing leads, flags: `saturated` if samples were clipped)."""
     length = samples_at_500_hz(record.signal.shape[1], record.fs_hz)
     start = index * CROP
     stop = min(start + CROP, length)
@@ -333,7 +334,8 @@ def millivolts_and_unmeasured(
     if not ((gain > 0).all() and np.isfinite([gain, baseline]).all()):
         raise ReadError("gain", f"{record.gain}"[:60])
     is_float = record.signal.dtype.kind == "f"
-    with np.errstate(invalid="ignore"):  # signalling NaNs, which damaged files can have, would warn
+    # Damaged files can have signalling NaNs, whose conversion would cause a warning
+    with np.errstate(invalid="ignore"):
         values = record.signal[taken, first:last].astype(np.float64)
     invalid = ~np.isfinite(values) if is_float else np.zeros(values.shape, bool)
     if record.invalid is not None:

@@ -1,4 +1,4 @@
-"""Describe an ECG without any training: its median beat, the size of that beat, and the rhythm.
+"""Describe an ECG by its median beat, the size of that beat, and the rhythm, without a trained model.
 
     mean_beats(x_RLT)        # [R, 12 * BEAT_SAMPLES + 8]: a baseline for frozen embeddings
     measurements(x_RLT)      # [R, len(MEASUREMENTS)]: what the read-out `rhythm` adds to an embedding
@@ -44,9 +44,9 @@ QRS = slice(BEFORE_R - 6, BEFORE_R + 8)
 ST = slice(BEFORE_R + 6, BEFORE_R + 10)
 T_WAVE = slice(BEFORE_R + 13, BEFORE_R + 40)
 WAVES = ("R", "S", "T", "T trough", "ST")
-# What was found counts as no heartbeats if the QRS is under MIN_QRS_MV in all leads, or if the beats
-# differ from the median beat by more than MAX_UNLIKENESS times its size. In 1,014 real ECGs the
-# smallest QRS had 0.7 mV and the largest difference was 1.7; for white noise it is 2.9
+# The beats that were found do not count as heartbeats if the QRS of their median is under MIN_QRS_MV in
+# all leads, or if they differ from this median beat by more than MAX_UNLIKENESS times its size. In 1,014
+# real ECGs the smallest QRS had 0.7 mV and the largest difference was 1.7 times; for white noise it is 2.9
 MIN_QRS_MV, MAX_UNLIKENESS = 0.1, 2.0
 # A median heart rate outside these limits, over MIN_RATED_ECGS to MAX_RATED_ECGS ECGs of one source,
 # leads to a warning that asks whether the sampling rate is right. Resting adults have some 60 to 80 beats a
@@ -62,6 +62,7 @@ Array = np.ndarray
 
 
 def mean_beats(x_RLT: Array) -> Array:
+    """Return the median beat of each ECG, scaled to unit length, followed by its RHYTHM_MEASUREMENTS."""
     rows = []
     for x_LT in x_RLT:
         beat_LT, rhythm = median_beat_and_rhythm(x_LT)
@@ -115,8 +116,8 @@ class HeartRates:
         self.of_source: dict[str, list[float | None]] = {}
 
     def add(self, source: str, uv_LT: Array) -> None:
-        """Adds the heart rate of an ECG of this source, unless it has MAX_RATED_ECGS already. `uv_LT` is in
-        microvolts at 500 Hz."""
+        """Adds the heart rate of an ECG of this source, unless MAX_RATED_ECGS of the source were added before.
+        `uv_LT` is in microvolts at 500 Hz."""
         rates = self.of_source.setdefault(source, [])
         if len(rates) < MAX_RATED_ECGS:
             rates.append(heart_rate(uv_LT / np.float32(1000)))

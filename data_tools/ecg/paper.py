@@ -34,7 +34,7 @@ TRACE_X_MM = 15.0  # x at which traces begin; the calibration pulse is left of i
 # y of the baselines of three rows with four leads each, and of the rhythm strip
 ROWS_Y_MM = (140.0, 100.0, 60.0, 20.0)
 LEAD_NAME_WIDTH_MM = 12.0  # space for a lead's name, which is written above the trace there
-# A lead that varies by no more than this, one step of usual converters, counts as without signal
+# A lead that varies by no more than this, one step of usual converters, counts as a lead without a signal
 FLAT_MV = 0.005
 
 FONT = "DejaVu Sans"  # comes with matplotlib, so figures look the same everywhere

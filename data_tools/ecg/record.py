@@ -67,7 +67,8 @@ class Header:
     fingerprint: bytes = b""
     # Size and time of the record's files, by which a continued run finds the files that have changed
     stamp: bytes = b""
-    patient: str | None = None  # None also if the format tells the patient only with the signal
+    # Id of the patient. None if it is unknown, or known only when the signal is read
+    patient: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +270,7 @@ def parse_pairs(text: str) -> dict[str, str]:
 
 # The first release of CPSC 2018 has words in `Dx:`. These are the SNOMED CT codes that the same records
 # have today
-CPSC_WORDS = parse_pairs("""
+CODE_OF_CPSC_WORD = parse_pairs("""
 Normal 426783006, AF 164889003, I-AVB 270492004, LBBB 164909002, RBBB 59118001, PAC 284470004,
 PVC 164884008, STD 429622005, STE 164931005
 """)
@@ -289,7 +290,7 @@ HEART_AXIS_CODES = {"LAD": "39732003", "ALAD": "39732003", "RAD": "47665007", "A
 def parse_dx(text: str) -> tuple[str, ...]:
     """Return the comma-separated fields of a `Dx:` line, with CPSC's words replaced by codes."""
     fields = [field.strip() for field in text.split(",") if field.strip()]
-    return tuple(CPSC_WORDS.get(field, field) for field in fields)
+    return tuple(CODE_OF_CPSC_WORD.get(field, field) for field in fields)
 
 
 def snomed_codes_and_word_count(dx: Sequence[str]) -> tuple[tuple[str, ...], int]:

@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 from ..io.errors import DataError
 
 NAMES_IN_MESSAGE = 3  # how many names a message shows at most
-FIRST_ROW = 2  # number that a spreadsheet shows for the row below the header
-# Key of a table's metadata: the rows, counted from 0, that follow an empty line in the file
+FIRST_ROW_NUMBER = 2  # number that a spreadsheet shows for the row below the header
+# Key in a table's metadata. Its value lists the rows, counted from 0, that follow an empty line in the file
 EMPTY_LINES_KEY = b"empty lines"
 FILE_ENDING = r"\.[A-Za-z]\w{1,3}$"
 ODD_CHARACTERS = "[^A-Za-z0-9_-]+"  # a dataset's record names have _ in their place
@@ -32,11 +32,11 @@ PTBXL_FILE_NAME = (r"^(syn\d+_)?(\d{5})_[hl]r$", r"\1HR\2")
 # Pattern and replacement that drop the first part, up to _, of a name: SOURCE/FIRST_REST becomes
 # SOURCE/REST, and FIRST_REST becomes REST
 FIRST_PART, WITHOUT_FIRST = "^((?:[^/]*/)?)[^/_]*_([^/]+)$", r"\1\2"
-SYNTHETIC_PART = r"(?:^|[/_])syn\d+_"
+SYNTHETIC_NAME = r"(?:^|[/_])syn\d+_"
 WHOLE_FLOAT = r"^(\d+)\.0$"  # a whole number as spreadsheets and pandas may write it: 7.0
 # A decimal number is no path, so that 1.5 does not match the record 1_5
 DECIMAL_NUMBER = r"^[+-]?\d*[.,]\d+$"
-# The ways in which a row can match a record. All but EXACT are told in notes
+# The ways in which a row can match a record. Notes report all of them but EXACT
 EXACT, CHARACTERS, FOLDERS, END = range(4)
 MATCH_NOTES = {
     CHARACTERS: "are matched with _ for unusual characters of a file's name",
@@ -55,15 +55,15 @@ def row_number(cells: pa.Table, row: int) -> int:
     """Return the number that a spreadsheet shows for row `row` (from 0) of a table."""
     metadata = cells.schema.metadata or {}
     empty_lines = json.loads(metadata.get(EMPTY_LINES_KEY, "[]"))
-    return FIRST_ROW + row + bisect_right(empty_lines, row)
+    return FIRST_ROW_NUMBER + row + bisect_right(empty_lines, row)
 
 
 def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) -> Matches:
     """Finds the row of the table `cells` for each record of a dataset. `keys` are the records as
     SOURCE/RECORD, `names` as RECORD. `url` is the table's, for messages."""
     by_source = "source" in cells.column_names
-    # What rows are compared with. If the table has no column `source`, records of two databases that
-    # have the same name have equal targets
+    # The names of the dataset's records, with which those in the table are compared. If the table has no
+    # column `source`, records of two databases that have the same name have equal targets
     targets = keys if by_source else names
     record = cells["record"].combine_chunks()
     source = cells["source"].combine_chunks() if by_source else None
@@ -174,10 +174,10 @@ def _match_by_end(
     taken: np.ndarray,
 ) -> np.ndarray:
     """Return, for each of `rows`, the index of the only target whose name ends with the row's `ends`; -1 if
-    there is none, or if it is one of `taken`, which other rows match. If several targets have this end,
-    it is an error, unless other rows match a whole name. Synthetic targets are left out: without the
-    seed at its beginning, the name of a synthetic record may equal that of a real one."""
-    is_synthetic = pc.match_substring_regex(targets, SYNTHETIC_PART)
+    there is none, or if it is one of `taken`, the targets that other rows match. If several names have
+    this end, raise a DataError if `taken` is empty, and return -1 otherwise. Synthetic targets are left
+    out: without the seed at its beginning, the name of a synthetic record may equal that of a real one."""
+    is_synthetic = pc.match_substring_regex(targets, SYNTHETIC_NAME)
     names = targets.filter(pc.invert(is_synthetic)).unique()
     distinct = ends.drop_null().unique()
     end_of_pair, name_of_pair = _pair_ends_with_names(distinct, names)

@@ -42,14 +42,14 @@ PTBXL_COLUMNS = {
 # A number with a decimal comma, such as 40,1 or -0,5e-3, but neither 1,234,567 nor 1.234,5
 DECIMAL_COMMA = r"^([+-]?\d*),(\d+(?:[eE][+-]?\d+)?)$"
 DECIMAL_POINT = DECIMAL_COMMA.replace(",", r"\.", 1)
-# Key of a table's metadata: the columns whose numbers have a decimal comma in the file
+# Key in a table's metadata. Its value lists the columns whose numbers have a decimal comma in the file
 DECIMAL_COMMA_COLUMNS_KEY = b"decimal commas"
 AGES_OVER_89 = ("300", "300.0")
-# The first line by which Excel states the separator, and which it does not show: sep=;
+# The first line, such as sep=;, that tells Excel the separator. Excel does not show this line
 SEPARATOR_LINE = re.compile(r"(?i)\"?sep=(.)\"?(?:\r\n|\r|\n)")
 EMPTY_LINE = re.compile(r"(?>\r\n|\r|\n){2}")
 # A number in which the point or comma may be a thousands separator: 1.234
-THOUSANDS = r"^[+-]?[1-9]\d{0,2}[.,]\d{3}$"
+MAYBE_THOUSANDS = r"^[+-]?[1-9]\d{0,2}[.,]\d{3}$"
 
 
 def read_cells(
@@ -225,14 +225,15 @@ def _refuse_ambiguous_decimals(name: str, values: pa.Array) -> None:
     for what, pattern in (
         ("point", r"^[+-]?\d*\.\d+$"),
         ("comma", r"^[+-]?\d*,\d+$"),
-        ("thousands", THOUSANDS),
+        ("thousands", MAYBE_THOUSANDS),
         ("whole", r"^[+-]?\d{1,3}$"),
     ):
         like[what] = values.filter(pc.match_substring_regex(values, pattern)).to_pylist()
     marked, other = like["point"] + like["comma"], like["whole"]
     if like["point"] and like["comma"]:
         other = like["comma"]
-    elif len(like["thousands"]) < len(marked):  # some value must be a decimal, such as 12.5
+    elif len(like["thousands"]) < len(marked):
+        # A value such as 12.5 shows that the point or comma is a decimal one
         return
     if marked and other:
         raise DataError(

@@ -30,7 +30,8 @@ def rate_ratio(fs_hz: float) -> tuple[int, int]:
     if max(ratio.numerator, ratio.denominator) > MAX_RATE_RATIO:
         raise ReadError(
             "sampling rate",
-            f"{fs_hz} Hz to 500 Hz needs factors {ratio.numerator} / {ratio.denominator}, more than {MAX_RATE_RATIO}",
+            f"{fs_hz} Hz to 500 Hz needs factors {ratio.numerator} / {ratio.denominator}, but {MAX_RATE_RATIO} is the "
+            "largest that can be used",
         )
     return ratio.numerator, ratio.denominator
 
@@ -57,7 +58,7 @@ def resample(x: np.ndarray, up: int, down: int) -> np.ndarray:
     reach += -reach % down  # rounded up to a multiple of `down`
     padded = np.pad(x, ((0, 0), (reach, reach)), mode="edge")
     # Position, at the up-sampled rate, of the filter's output for the first sample of `x`. Leading zero
-    # taps shift that position to the next multiple of `down`, so that upfirdn returns it
+    # taps shift it to the next multiple of `down`, because upfirdn returns only every `down`-th position
     delay = reach * up + len(taps) // 2
     lead_in = -delay % down
     filtered: np.ndarray = upfirdn(

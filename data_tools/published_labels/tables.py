@@ -9,7 +9,7 @@ and record ids are copied: no free text, dates or patients.
 All but MIMIC-IV-ECG publish labels directly. Those of MIMIC-IV-ECG are made from
 machine_measurements.csv: the ECG carts' computer interpretations as codes, and measurements.
 mimic_statements.csv has the codes and their patterns; a change of it, or of the patterns below,
-raises PATTERNS_VERSION. A finding is 1 if a statement names it, empty if it is only hedged
+raises STATEMENT_PATTERNS_VERSION. A finding is 1 if a statement names it, empty if it is only hedged
 ("possible", "cannot rule out", "borderline"), and 0 if it is negated or not mentioned. If the
 program gave up ("no further analysis"), findings that are not mentioned are empty. These are
 computer interpretations, not a physician's. No folds are published: split by patient.
@@ -91,11 +91,11 @@ CODE15_NAMES = {
 }
 # {label: (its meaning, its value for each record)}. Values are 0, 1 and UNKNOWN as int8, or floats
 Labels = dict[str, tuple[str, np.ndarray]]
-# Label sets of PTB-XL that have the name of a column of scp_statements.csv, and the column by which the
-# statements of other sets are grouped
+# Label sets of PTB-XL. A column of scp_statements.csv with the name of the set marks its statements
 _STATEMENT_KINDS = ("diagnostic", "form", "rhythm")
+# {label set of PTB-XL: the column of scp_statements.csv that has the label of each diagnostic statement}
 _CLASS_COLUMNS = {"subdiagnostic": "diagnostic_subclass", "superdiagnostic": "diagnostic_class"}
-PATTERNS_VERSION = 1
+STATEMENT_PATTERNS_VERSION = 1
 MIMIC_MEASUREMENTS = "machine_measurements.csv"
 REPORT_COLUMNS = tuple(f"report_{i}" for i in range(18))
 INTERVAL_COLUMNS = (
@@ -109,6 +109,7 @@ INTERVAL_COLUMNS = (
     "qrs_axis",
     "t_axis",
 )
+# {label: (its meaning, where the interval starts, where it ends)}
 INTERVALS = {
     "RR": ("RR interval", "zero", "rr_interval"),
     "P": ("duration of the P wave", "p_onset", "p_end"),
@@ -117,7 +118,7 @@ INTERVALS = {
     "QT": ("QT interval, not corrected for the rate,", "qrs_onset", "t_end"),
 }
 MAX_MS = 5000  # larger times (29999, 32767, 65535, ...) stand for "not measured"
-UNREAD = "UNREAD"  # the code of statements by which the cart's program gave up reading an ECG
+UNREAD = "UNREAD"  # the code of statements that say that the cart's program gave up
 ANY_STATEMENT = 1 << 63  # the bit that is set for records with at least one statement
 
 with open(Path(__file__).with_name("mimic_statements.csv"), newline="", encoding="utf-8") as _file:
@@ -142,7 +143,7 @@ _NEGATED = re.compile(
 class PublishedLabels(NamedTuple):
     """A label table before it is written."""
 
-    name: str  # of the files to write, without suffix
+    name: str  # file name of the table and of the JSON file beside it, without suffix
     about: str  # what the labels are, for the JSON file
     read: tuple[str, ...]  # paths of the archive's files whose SHA-256 the JSON file states
     source: str | Sequence[str]  # the source of all records, or of each record
@@ -275,7 +276,7 @@ def ptbxl_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     """Yield the label sets of PTB-XL's benchmark (Strodthoff et al. 2020,
     doi:10.1109/JBHI.2020.3022989). As in the benchmark, a statement counts whatever its likelihood is,
     a set has only the records with at least one of its labels, and labels are in alphabetical order."""
-    read, known, source, records, fold, likelihood = _ptbxl_tables(root)
+    read, known, source, records, fold, likelihood = _read_ptbxl_tables(root)
     for kind, label_of in _label_sets(known).items():
         labels = _labels_of_set(known, label_of, ~np.isnan(likelihood))
         kept = np.zeros(len(records), bool)
@@ -310,7 +311,7 @@ class _PtbXlTables(NamedTuple):
     likelihood: np.ndarray  # float32 [records, statements]
 
 
-def _ptbxl_tables(root: Folder) -> _PtbXlTables:
+def _read_ptbxl_tables(root: Folder) -> _PtbXlTables:
     place = next(filter(root.exists, PTBXL_CSV_PATHS), PTBXL_CSV_PATHS[0])
     read = (place, posixpath.join(posixpath.dirname(place), "scp_statements.csv"))
     if not root.exists(read[1]):
@@ -458,7 +459,7 @@ def mimic_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     for name in tqdm(REPORT_COLUMNS, unit=" columns", disable=quiet):
         codes |= _asserted_and_possible_bits(table[name].unify_dictionaries().combine_chunks())
     about = (
-        f"MIMIC-IV-ECG, the carts' computer interpretations, pattern list {PATTERNS_VERSION}: 1 stated, 0 "
+        f"MIMIC-IV-ECG, the carts' computer interpretations, pattern list {STATEMENT_PATTERNS_VERSION}: 1 stated, 0 "
         "not, empty hedged"
     )
     has_statement = codes[0] != 0

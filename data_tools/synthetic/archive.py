@@ -38,15 +38,15 @@ LAYOUTS = ("physionet2021", "ptbxl")
 # Version of the archives that `synth` makes. In version 1, a patient's two sessions were less alike than
 # real ones, and all patients had two. In version 2, databases, records and patients had the names of
 # real ones
-VERSION = 3
+ARCHIVE_VERSION = 3
 TWO_SESSIONS_SHARE = 0.11  # share of PTB-XL's patients with two sessions, as in the real PTB-XL
 # Two databases have sampling rates other than 500 Hz. Each of them gets this share of the patients
 # outside PTB-XL
 OTHER_RATE_SHARE = 0.01
 # Probability that a finding of a record is missed, and also that a record gets a wrong one
 LABEL_FLIP_SHARE = 0.03
-# Random generators have keys that end with what is drawn. These numbers continue those in
-# synthetic.patients
+# The key of a random generator includes one of these numbers, or of those in synthetic.patients, which
+# stands for what is drawn
 DAMAGE_AND_TEXT_KEY = 4
 LENGTH_KEY = 5
 DIAGNOSIS_ERROR_KEY = 6
@@ -96,8 +96,8 @@ def plan_blocks(
     seed: int = 0,
     layout: str = "physionet2021",
 ) -> list[Block]:
-    """Return the blocks of records to make. With more `patients`, the records of fewer patients stay the
-    same, except for the ids of the last block. A larger share of `two_sessions` only adds second
+    """Return the blocks of records to make. More `patients` only add records, except that ids may change in
+    the block that was the last with fewer patients. A larger share of `two_sessions` only adds second
     sessions."""
     for name, value, least in (("patients", patients, 1), ("seed", seed, 0)):
         if value < least:
@@ -251,7 +251,7 @@ def synthesise(
         raise DataError(f"{out} is not empty: choose a new folder, or delete this one first")
     out.mkdir(parents=True, exist_ok=True)
     arguments = (
-        f"version={VERSION} patients={patients} two_sessions={two_sessions:g} seed={seed} "
+        f"version={ARCHIVE_VERSION} patients={patients} two_sessions={two_sessions:g} seed={seed} "
         f"layout={layout}"
     )
     (out / "SYNTHETIC.txt").write_text(

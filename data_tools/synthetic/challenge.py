@@ -10,7 +10,7 @@ from ..ecg.record import HEART_AXIS_CODES, LEADS, SCORED_CLASSES, SCP_CODES, SYN
 from .ptbxl import SCP_OF_CLASS
 from .wfdb_files import write_record
 
-FOLDER_RECORDS = 1000
+RECORDS_PER_FOLDER = 1000
 FLAT_SHARE = 0.003  # probability that a record has flat chest leads
 INVALID_SHARE = 0.003  # probability that a record of Ningbo has samples that were not measured
 NOT_MEASURED = -32768  # WFDB's value for a sample that was not measured
@@ -113,10 +113,10 @@ def header_comments(
 
 
 def record_path(database: str, prefix: str, record: int) -> str:
-    """Return the path of a record's two files without suffix. `prefix`: with which all names of this seed
-    begin, such as syn1_."""
+    """Return the path of a record's two files without suffix. `prefix`: what all names of this seed
+    begin with, such as syn1_."""
     facts = DATABASES[database]
-    folder = (record - facts.first) // FOLDER_RECORDS + 1
+    folder = (record - facts.first) // RECORDS_PER_FOLDER + 1
     name = f"{prefix}{facts.prefix}{record:0{facts.digits}d}"
     return f"training/{SYNTHETIC}{database}/g{folder}/{name}"
 

@@ -40,7 +40,7 @@ NOISE_KNOT_S = 2.5
 NOISE_LOG_STRENGTH_SD = 0.5
 # By how much the logarithm of a wave's gain changes from session to session, as standard deviation
 _WAVE_LOG_GAIN_SD = {"P": 0.06, "QRS": 0.03, "T": 0.10}
-# First and last second of each wave, counted from its centre, and of a beat, counted from R
+# When each wave starts and ends, in seconds from its centre, and when a beat does, in seconds from R
 _SPAN_S = {
     "P": (-0.12, 0.12),
     "QRS": (-0.12, 0.18),
@@ -102,7 +102,7 @@ class _Disturbance(NamedTuple):
     freq_hz: np.ndarray  # frequency of each sine wave [BLOCK, 4]
     phase: np.ndarray  # phase of each sine wave, in turns [BLOCK, 4]
     noise_mv: np.ndarray  # amplitude of muscle noise [BLOCK, 8 leads]
-    # Logarithm of the strength, at the knots of a record, of slow waves and of muscle noise
+    # Logarithm of the strength of slow waves and of muscle noise at each knot of a record
     log_strength: np.ndarray  # [BLOCK, 2, knots]
 
 
@@ -365,8 +365,11 @@ def _add_wave(
         beat[patient, :, start : start + length] += wave[patient]
 
 
-def _conducted_waves(session: _Session) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns (P, QRS, T, height of the QRS in mV). Findings have changed the waves, but not the height."""
+def _waves_and_qrs_height(
+    session: _Session,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Returns (P, QRS, T, height of the QRS in mV). The patients' findings change the waves; the height is that
+    without the findings."""
     has, rng = session.has, session.rng
     wide = session.own.between(1.4, 1.75)
     stretch = np.where(has["LAnFB"], 1.12, 1.0)
@@ -403,7 +406,7 @@ def _pacemaker_spike(fs_hz: int) -> np.ndarray:
 def _beats_of_each_kind(session: _Session, mean_s: np.ndarray) -> np.ndarray:
     """Return each patient's normal, atrial premature and ventricular beat in this session, in mV: float32
     [BLOCK_PATIENTS, 3 kinds, 3 axes, samples of a beat]."""
-    p, qrs, t, top_mv = _conducted_waves(session)
+    p, qrs, t, top_mv = _waves_and_qrs_height(session)
     turned_deg = session.own.between(60, 120)
     turn = _rotation_about_z(np.deg2rad(turned_deg))
     ectopic_p = turn @ p

@@ -1,4 +1,4 @@
-"""Draw synthetic patients: all that `synth` draws for a person and for a session before the signal.
+"""Draw synthetic patients, and the findings of each session; ecg.py simulates the signals from these.
 
 A patient is a set of P, QRS and T kernels (Gaussians on the Frank axes X left, Y inferior, Z
 posterior; Sameni et al. 2007), an orientation of the heart and a lead field (Dower 1980,
@@ -20,7 +20,7 @@ import numpy as np
 from ..ecg.constants import CLASS_ABBREVIATIONS
 
 BLOCK_PATIENTS = 64  # how many patients are drawn together, from the same random generator
-# Random generators have keys that end with what is drawn
+# The key of a random generator includes one of these numbers, which stands for what is drawn
 PATIENT_KEY = 1
 SESSION_KEY = 2
 NOISE_KEY = 3
@@ -71,8 +71,8 @@ _DOWER = """
 """
 DOWER = np.array(_DOWER.split(), np.float64).reshape(8, 3)
 
-# The share of patients with each finding; "" stands for none. Tables in VARYING give a patient's usual
-# finding: a session has it with the probability in USUAL_FINDING_SHARE, and otherwise a new draw
+# The share of patients with each finding; "" stands for none. Tables in VARYING_FINDINGS give a patient's usual
+# finding: a session has it with the probability in USUAL_FINDING_SHARE, and otherwise one drawn anew
 RHYTHM_SHARES = {
     "NSR": 0.45,
     "SB": 0.13,
@@ -96,17 +96,17 @@ CHRONIC_SHARES = {"": 0.80, "LQRSV": 0.07, "QAb": 0.07, "PRWP": 0.06}
 REPOLARISATION_SHARES = {"": 0.70, "TInv": 0.10, "TAb": 0.11, "LQT": 0.09}
 ECTOPY_SHARES = {"": 0.82, "PAC": 0.09, "PVC": 0.09}
 PACED_SHARE = 0.04
-VARYING = {"rhythm": RHYTHM_SHARES, "ectopy": ECTOPY_SHARES, "ST-T": REPOLARISATION_SHARES}
+VARYING_FINDINGS = {"rhythm": RHYTHM_SHARES, "ectopy": ECTOPY_SHARES, "ST-T": REPOLARISATION_SHARES}
 USUAL_FINDING_SHARE = {"rhythm": 0.8, "ectopy": 0.7, "ST-T": 0.7}
 
 
 class WaveSpread(NamedTuple):
-    """How much a wave varies between patients, as standard deviations."""
+    """The standard deviations, between patients, of the properties of a wave."""
 
-    log_gain: float  # of each kernel's gain
-    log_wave_gain: float  # of a gain that all kernels of the wave share
-    shift_s: float  # of each kernel's centre
-    log_width: float  # of each kernel's width
+    log_gain: float  # of the logarithm of each kernel's gain
+    log_wave_gain: float  # of the logarithm of a gain that all kernels of the wave share
+    shift_s: float  # of the position of each kernel's centre
+    log_width: float  # of the logarithm of each kernel's width
 
 
 _SPREAD = {
@@ -114,8 +114,8 @@ _SPREAD = {
     "QRS": WaveSpread(0.27, 0.20, 0.0022, 0.11),
     "T": WaveSpread(0.22, 0.27, 0.009, 0.11),
 }
-# Standard deviations between patients: of the heart's rotation about X, Y, Z, and of the factors on, and
-# the offsets to, the lead field
+# Standard deviations between patients: of the heart's rotation about X, Y and Z, of the factors by which
+# the lead field is multiplied, and of the offsets that are added to it
 _TILT_DEG = (7.2, 7.2, 10.8)
 _FIELD_FACTOR, _FIELD_OFFSET = 0.11, 0.045
 
@@ -161,7 +161,8 @@ class SyntheticPatients:
     rate_bpm: np.ndarray
     ectopic: np.ndarray  # unit vector of the direction of ventricular ectopic beats
     chronic: Findings
-    usual: dict[str, np.ndarray]  # for each table in VARYING, the name of the usual finding
+    # {key of VARYING_FINDINGS: the name of each patient's usual finding}
+    usual: dict[str, np.ndarray]
     age: np.ndarray
     female: np.ndarray
 
@@ -195,7 +196,7 @@ def _make_kernels() -> dict[str, np.ndarray]:
 KERNELS = _make_kernels()
 
 
-def _choose(rng: BlockDraws, table: dict[str, float], without: Names) -> np.ndarray:
+def _choose_names(rng: BlockDraws, table: dict[str, float], without: Names) -> np.ndarray:
     """Draw a name from `table`, {name: probability}, for every patient of a block; never one in `without`."""
     names = np.array(list(table))
     weight = np.array(list(table.values()))
@@ -218,13 +219,13 @@ def _draw_chronic(rng: BlockDraws, without: Names) -> Findings:
     """Draw the findings that patients have in every session. If one finding would hide another in the ECG,
     such as pacing an axis deviation, the patient does not get the hidden one."""
     paced = rng.random(BLOCK_PATIENTS) < PACED_SHARE
-    conduction = _choose(rng, CONDUCTION_SHARES, without)
+    conduction = _choose_names(rng, CONDUCTION_SHARES, without)
     conduction = np.where(paced, "", conduction)
-    axis = _choose(rng, AXIS_SHARES, without)
+    axis = _choose_names(rng, AXIS_SHARES, without)
     axis = np.where(conduction == "LAnFB", "LAD", axis)
     hidden = paced | (conduction == "LBBB")
     axis = np.where(hidden, "", axis)
-    other = _choose(rng, CHRONIC_SHARES, without)
+    other = _choose_names(rng, CHRONIC_SHARES, without)
     hidden = paced | np.isin(conduction, ("LBBB", "RBBB"))
     other = np.where(hidden, "", other)
     chronic = {"PR": paced}
@@ -245,7 +246,7 @@ def draw_patients(key: Key, without: Names = ()) -> SyntheticPatients:
     rng = BlockDraws(*key, PATIENT_KEY)
     shape = {wave: _draw_shape(rng, wave) for wave in _SPREAD}
     chronic = _draw_chronic(rng, without)
-    usual = {kind: _choose(rng, table, without) for kind, table in VARYING.items()}
+    usual = {kind: _choose_names(rng, table, without) for kind, table in VARYING_FINDINGS.items()}
     tilt_rad = rng.gauss(3) * np.deg2rad(_TILT_DEG)
     field = DOWER * (1 + _FIELD_FACTOR * rng.gauss(8, 3))
     field += _FIELD_OFFSET * rng.gauss(8, 3)
@@ -273,9 +274,9 @@ def draw_patients(key: Key, without: Names = ()) -> SyntheticPatients:
 def draw_findings(rng: BlockDraws, patients: SyntheticPatients, without: Names) -> Findings:
     """Draw the findings of a session: rhythm, ectopy, ST-T, and those chronic findings that the rhythm does
     not hide."""
-    anew = {kind: _choose(rng, table, without) for kind, table in VARYING.items()}
+    anew = {kind: _choose_names(rng, table, without) for kind, table in VARYING_FINDINGS.items()}
     today = {}
-    for kind in VARYING:
+    for kind in VARYING_FINDINGS:
         kept = rng.random(BLOCK_PATIENTS) < USUAL_FINDING_SHARE[kind]
         today[kind] = np.where(kept, patients.usual[kind], anew[kind])
     has = {name: np.zeros(BLOCK_PATIENTS, bool) for name in CLASS_ABBREVIATIONS}

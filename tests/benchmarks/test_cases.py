@@ -105,7 +105,7 @@ def test_the_time_to_the_first_step(tmp_path, monkeypatch):
 
 def test_loader_throughput_counts_whole_batches(dataset):
     given = (Path(dataset.root.url), "RLM", "torch", 16, 1, 0.05, "cpu")
-    measure.measure_case(loader.count_from_our_loader, given, 1, (sent := []).append)
+    measure.measure_case(loader.count_crops_of_our_loader, given, 1, (sent := []).append)
     (sample,) = sent
     assert sample["units"] > 0 and sample["units"] % 16 == 0
 

@@ -21,7 +21,7 @@ def test_pages_match_the_records():
     parts = report.all_parts()
     assert report.EVIDENCE_PAGE.read_text() == report.evidence_page()
     assert report.RESULTS_PAGE.read_text() == report.results_page(parts)
-    assert report.CHART_PATH.read_text() == chart.draw_chart(parts)
+    assert report.SPEED_CHART_PATH.read_text() == chart.draw_chart(parts)
     linked = re.findall(r"\]\(([^)#:]+)[)#]", report.RESULTS_PAGE.read_text())
     assert len(linked) > 10 and all((report.RESULTS_PAGE.parent / link).exists() for link in linked)
 
@@ -70,8 +70,8 @@ def test_pictures_are_of_the_models(golden, tmp_path):
     """A panel for each set of leads and share; a model of a single length is no curve. Below the
     lowest panels is what crops cost."""
     part = loaded(tmp_path, SUITE)[-1]
-    by_crops, said = report.crop_curves(part["results"][tables.BY_CROPS], 100.0), []
-    for axes in (*report.share_chart(part).axes, *by_crops.axes):
+    by_crops, said = report.crop_count_chart(part["results"][tables.BY_CROPS_RESULT], 100.0), []
+    for axes in (*report.label_share_chart(part).axes, *by_crops.axes):
         ticks = [tick.get_text() for tick in axes.get_yticklabels()]
         said.append(f"\n{axes.get_title(loc='left')}: {axes.get_xlabel()}; {', '.join(ticks)}")
         said += [f"{line.get_label()} {line.get_xydata().round(4).tolist()}" for line in axes.lines]
@@ -81,7 +81,9 @@ def test_pictures_are_of_the_models(golden, tmp_path):
 
 
 def test_the_line_of_boosted_features_has_the_labels_of_the_curves():
-    curves = report.newest_parts(report.all_parts())["evidence", "cpu"]["results"][tables.BY_CROPS]
+    curves = report.newest_parts(report.all_parts())["evidence", "cpu"]["results"][
+        tables.BY_CROPS_RESULT
+    ]
     labels = []
     for document in curves, json.loads(report.BOOSTED_RESULTS.read_text()):
         rows = document["rows"]

@@ -104,7 +104,7 @@ def test_what_is_measured_said_and_kept(cases, tmp_path, monkeypatch, capsys, go
     for text in ("{", "[1]"):
         damaged.write_text(text)
         ran("suite --out damaged", a="")
-    monkeypatch.setattr(run, "LEAST_S", 61)
+    monkeypatch.setattr(run, "LEAST_S_TO_START", 61)
     ran("suite --out new.json --minutes 1", a="")
     text = re.sub(r"start_\S+_20[\d-]{8}", "start_MACHINE_DATE", "".join(said))
     golden("run.txt", re.sub(r"in \d+ s", "in 0 s", text).replace(str(tmp_path), "DIR"))
