@@ -114,9 +114,9 @@ def smoke(run: LoopRun) -> Found:
 def profile(run: LoopRun) -> Found:
     """Traces `run.steps` steps of the training loop. Returns the last metrics and the slowest operations.
     RUN/profile keeps the operations and the trace."""
-    from omnilead.engine.training.profiling import WARM_UP
+    from omnilead.engine.training.profiling import WARM_UP_STEPS
 
-    steps = WARM_UP + run.steps + 1
+    steps = WARM_UP_STEPS + run.steps + 1
     pretrain(run, f"train.steps={steps}", options=("--profile", str(run.steps)))
     operators = Path(run.run, "profile/operators.txt").read_text().splitlines()
     return read_metrics(run)[-1] | {"operators": operators[:PROFILE_LINES]}

@@ -1,2 +1,2 @@
-"""Train encoders on datasets. `pretrain.py` puts a training together, `run.py` has the command and
-the Python function around it, `status.py` shows its progress."""
+"""Trains encoders on datasets. `pretrain.py` puts a training together, `run.py` wraps a training in a
+command and a Python function, `status.py` shows the state of a run."""

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     Settings = Callable[[], tuple[type[RunConfig], Callable[..., Any]]]
     Train = Callable[..., bool]  # has the signature of engine.pretrain.train_run
 
-LESS_MEMORY = "lower train.micro_batch or pipeline.read_ahead, or free memory"
+HOW_TO_SAVE_MEMORY = "lower train.micro_batch or pipeline.read_ahead, or free memory"
 HOW_TO_CONTINUE = ": the same command continues"
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 # Options that stand for a setting: name of the option -> (setting, type and help of the option)
@@ -279,13 +279,13 @@ def export_run(
 
 
 def explain_training_error(error: Exception) -> UserError | None:
-    """Returns the error that the user sees instead of `error`; None if it is a bug. Its exit code
-    is 2 if settings or files are wrong, 1 if the run failed."""
+    """Returns the error that the user sees instead of `error`; None if `error` is a bug. The exit
+    code of the returned error is 2 if settings or files are wrong, 1 if the run failed."""
     if isinstance(error, UserError):
         return error
     if is_out_of_memory(error):
         reason = " ".join(str(error).split())[:120] or type(error).__name__
-        return TrainError(f"out of memory: {LESS_MEMORY} ({reason})")
+        return TrainError(f"out of memory: {HOW_TO_SAVE_MEMORY} ({reason})")
     if isinstance(error, UnicodeEncodeError):  # torch accepts only paths in UTF-8
         return ConfigError(f"{error.object[:200]!r}: not UTF-8: choose another name")
     if isinstance(error, OSError):

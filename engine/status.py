@@ -44,7 +44,9 @@ from omnilead.engine.settings.run_files import (
 
 LATEST = "checkpoints/latest"
 RECENT_S = 60.0
-SILENT_S = 300.0  # seconds without a log line; on most machines compiling and validating take less
+# After so many seconds without a log line the screen asks whether the training hangs. On most
+# machines compiling and validating take less
+SILENT_S = 300.0
 
 
 def crops_per_s(measured: list[tuple[float, float]]) -> float:
@@ -96,7 +98,8 @@ def file_age(file: Path) -> timedelta:
 
 
 def download(url: str, run: Path) -> None:
-    """Downloads the small files of a run in a bucket. The files get the times of their upload."""
+    """Downloads the small files of a run in a bucket. Each file gets the time of its upload, because
+    the screen shows how old it is."""
     place = RemoteFolder(url)
     names = set(place.names())
     for name in names & {METRICS, VALIDATION, PROMETHEUS, RUN_FACTS, LATEST}:
@@ -116,7 +119,7 @@ def screen_lines(run: Path, name: str) -> Iterator[tuple[str, str]]:
         raise ConfigError(f"{name}: no {METRICS}: give the folder of a pretrain or finetune run")
     rows, _ = read_metric_rows(run / METRICS)
     if not rows:
-        raise ConfigError(f"{name}/{METRICS}: has no step yet: wait for the first line")
+        raise ConfigError(f"{name}/{METRICS}: has no step yet: wait until the first step is logged")
     row, step = rows[-1], rows[-1]["step"]
     total = json.loads((run / RUN_FACTS).read_text())["steps"]
     training = is_training(run)
@@ -170,8 +173,8 @@ def describe_losses(row: Facts, validations: list[Facts]) -> Iterator[tuple[str,
 
 
 def describe_time(gauges_now: dict[str, float], row: Facts, rows: list[Facts]) -> str:
-    """Says how much time goes into what. The times of the loader's own stages are in
-    RUN/metrics.prom and TensorBoard."""
+    """Says what share of the training waits for data, and what share of the time since the start is
+    not training. The times of the loader's own stages are in RUN/metrics.prom and TensorBoard."""
     text = f"{number_or_nan(row['data_wait_pct']):.1f} % of training waits for data"
     since = [line for line in rows if line["step"] > gauges_now.get("first_step", math.inf)]
     elapsed_s = gauges_now.get("logged_at_seconds", 0.0) - gauges_now.get("started_at_seconds", 0.0)

@@ -55,7 +55,7 @@ from omnilead.engine.training.task import (
     best_metric_and_sign,
     best_step_text,
     describe_encoder,
-    start_text,
+    start_for_card,
 )
 from omnilead.engine.training.validation import eval_mode, predict_on_ranks
 
@@ -433,7 +433,7 @@ class FinetuneTask(TrainingTask):
         unknown = unknown_patients_remark(state["labels"].get("unknown_patients", (0, 0)))
         return f"ECG {task.name}, fine-tuned with omnilead", [
             describe_encoder(model),
-            f"Fine-tuned from {start_text(config.start)}, on leads "
+            f"Fine-tuned from {start_for_card(config.start)}, on leads "
             f"{describe_leads(config.augment.seen_leads)}.",
             outputs,
             f"{best_step_text(best)} These are the weights of step {state['step']:,}, {which}.",

@@ -74,18 +74,18 @@ class Bucket:
 
     def claim(self) -> None:
         """Claims the run for this machine, so that a training of it elsewhere ends. Called when it
-        is certain that training continues here. It also shows, before training, whether the bucket
-        can be written."""
+        is certain that training continues here. As this writes to the bucket, it also shows before
+        training whether that is possible."""
         try:
             self.place.write(LOCK, OWNER_TOKEN)
         except FileNotFoundError as error:
             raise ConfigError(f"{self.url}: {error}: make the bucket, or choose another") from None
 
     def upload(self, keep: int, last: bool = False) -> None:
-        """Uploads, on rank 0, what the bucket lacks of the newest and the best checkpoint, and all
-        other files of the run. If the bucket cannot be reached, a warning says so once, training
-        continues, and each later checkpoint tries again, without retries. With `last`, at the end
-        of training, an error is raised instead."""
+        """Uploads, on rank 0, the files of the newest and the best checkpoint that the bucket lacks,
+        and all other files of the run. If that fails, a warning says so once and training
+        continues. The next call then first asks the bucket, once, whether it can be reached. With
+        `last`, at the end of training, an error is raised instead of the warning."""
         if launched_rank().rank:
             return
         try:
@@ -141,7 +141,7 @@ class Bucket:
             name = file.relative_to(run)
             if file.is_file() and name.parts[0] not in (CHECKPOINTS, LOCK):
                 with suppress(FileNotFoundError):  # the file was temporary and is gone
-                    # not `place.upload`, because training may write to the file at the same time
+                    # not `place.upload`, which fails if training writes to the file meanwhile
                     place.write(name.as_posix(), file.read_bytes())
         for pointer, path in pointers.items():
             place.write(f"{CHECKPOINTS}/{pointer}", path.name.encode())
@@ -205,8 +205,8 @@ class Bucket:
             self.place.upload(path / name, f"{remote_folder}/{name}")
 
     def _prune(self, pointers: dict[str, Path], keep: int) -> None:
-        """Removes old checkpoints from the bucket, by the rule of the working folder, and
-        unfinished uploads."""
+        """Removes old checkpoints and unfinished uploads from the bucket. Keeps what the working
+        folder keeps: the newest `keep`, the best one, and those of later steps."""
         last = step_of(pointers[LATEST])
         steps = {
             name: files

@@ -1,4 +1,5 @@
-"""Atomic checkpoints: RUN/checkpoints/step-N/, and `latest`, which names the last complete one.
+"""Writes and loads atomic checkpoints: RUN/checkpoints/step-N/, and `latest`, which names the last
+complete one.
 
     writer = Writer(root, ranks, config.train, prepare_folder, upload)   # RunFolder.writer
     writer.save(engine, state, loader_state)  # copies, and writes while training goes on
@@ -72,7 +73,7 @@ LOADABLE_CLASSES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-# torch.load raises an error if both variables are set
+# Environment variables of torch.load, which raises an error if both are set
 FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 FORBID_WEIGHTS_ONLY = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
@@ -248,8 +249,8 @@ def amend_progress(root: Path, progress: dict[str, Any]) -> None:
     state = read_state(path) | progress
     text = json.dumps(state, indent=1)
     manifest = json.loads((path / MANIFEST).read_text())
-    # A kill before the last of these writes leaves the old state.json, which the new manifest
-    # accepts too
+    # The new manifest also accepts the old state.json, because a kill may come between the writes of
+    # these two files
     manifest[STATE] = _size_and_checksum(text) | {"before": manifest[STATE]}
     _point_to_best(root, path, state)
     write_whole(path / MANIFEST, json.dumps(manifest, indent=1))
@@ -335,8 +336,8 @@ def load_checkpoint(engine: Any, path: Path, universal: bool) -> None:
 
 @contextmanager
 def reading_safely(path: Path) -> Iterator[None]:
-    """A context for reading the checkpoint `path`. No code in it is run, and an error of reading
-    becomes a CheckpointError of one line."""
+    """A context for reading the checkpoint `path`. Runs no code of the checkpoint, and turns an
+    error while reading into a CheckpointError of one line."""
     try:
         with weights_only():
             yield

@@ -32,7 +32,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class CheckpointError(UserError):
-    """A checkpoint is damaged or missing. The message names the file on one line."""
+    """A checkpoint is damaged or missing. The message is one line that names the file."""
 
 
 class WriteError(UserError):

@@ -45,7 +45,7 @@ HOW_TO_CHOOSE_DEVICE = (
     "training takes a GPU if it sees one: CUDA_VISIBLE_DEVICES=1 in the environment chooses it, "
     "CUDA_VISIBLE_DEVICES= hides them all"
 )
-ALIASES = {  # names of these settings in other libraries
+SETTING_ALIASES = {  # names of these settings in other libraries
     "train.lr": "learning_rate",
     "train.batch_crops": "batch_size",
     "train.micro_batch": "micro_batch_size per_device_train_batch_size",
@@ -115,10 +115,11 @@ class TrainConfig(Section):
     epochs: float | None = Field(default=None, gt=0, le=1e6)  # passes over the training crops
     batch_crops: int = Field(default=512, ge=1)  # global batch size, over all ranks
     # Crops per rank and forward pass; None: all crops of the rank. A smaller number means gradient
-    # accumulation: CMSC, SimCLR and 3KG then contrast a crop only with the others in its
-    # micro-batch of all ranks, which are micro_batch x ranks candidates. The losses of code
-    # diversity and of survival also see one micro-batch at a time. Losses of labels are averaged
-    # over the known labels of each micro-batch, then over the micro-batches.
+    # accumulation: CMSC, SimCLR and 3KG then contrast a crop only with the crops of the same
+    # micro-batch. These are micro_batch x ranks crops, or micro_batch crops if candidates come from
+    # the own rank only. The losses of code diversity and of survival also see one micro-batch at a
+    # time. Losses of labels are averaged over the known labels of each micro-batch, then over the
+    # micro-batches.
     micro_batch: MayChange[int | None] = Field(default=None, ge=1)
     # auto: bf16 if the hardware supports it, else fp32
     precision: Literal["auto", "bf16", "fp32"] = "bf16"
@@ -215,7 +216,8 @@ class RunConfig(Section):
 
     # subfolder of configs/ in which a shipped config is found by its name
     config_folder: ClassVar[str] = "pretrain"
-    defaults: ClassVar[dict[str, Any]] = {}  # values that replace defaults of the sections
+    # nested dict of defaults that replace those of the sections' classes
+    defaults: ClassVar[dict[str, Any]] = {}
     other_commands: ClassVar[dict[str, str]] = {}  # setting of another command -> that command
     run: MayChange[str]  # folder of the run
     data: Any
@@ -453,13 +455,13 @@ def _suggest_keys(key: str, kind: type[BaseModel]) -> str:
 
 
 def settings_named(key: str, kind: type[BaseModel]) -> list[str]:
-    """Returns the settings whose last part, or whose name in another library, is the last part of
-    `key`."""
+    """Returns the settings that are called `key` here or in another library. Only the last part of a
+    dotted name counts."""
     name = key.rpartition(".")[2]
     matching = []
     for setting in flatten(kind().model_dump()):
         name_here = setting.rpartition(".")[2]
-        if name == name_here or name in ALIASES.get(setting, "").split():
+        if name == name_here or name in SETTING_ALIASES.get(setting, "").split():
             matching.append(setting)
     return matching
 
@@ -474,10 +476,11 @@ def deepspeed_json(config: RunConfig, world: int, universal: bool = False) -> di
     settings = _deepspeed_file(config).model_dump(exclude_unset=True)
     zero: dict[str, Any] = settings.pop("zero_optimization", {}) | {"stage": zero_stage(config)}
     if zero["stage"] in (1, 2):
-        # GuardedAdamW computes the norm without waiting for the device
+        # DeepSpeed need not compute the norm: GuardedAdamW does, without waiting for the device
         zero["compute_grad_norm"] = False
     elif zero["stage"] == 3:
-        zero["sub_group_size"] = 10**12  # so many that the optimizer is called once per step
+        # more weights than a model has, so that they are not split over several optimizer calls
+        zero["sub_group_size"] = 10**12
     micro, accumulation = micro_batch_and_passes(config, world)
     return settings | {
         "train_micro_batch_size_per_gpu": micro,

@@ -91,7 +91,7 @@ def read_starting_weights(config: Config) -> StartingWeights:
         preprocessing = read_document(folder / PREPROCESSING)
         start_config = config_of(document, folder / CONFIG)
         weights, seen = load_weights(folder), read_seen(folder)
-    check_fits(config, start_config, Input.from_document(preprocessing, start_config.leads))
+    check_start_fits(config, start_config, Input.from_document(preprocessing, start_config.leads))
     trained = document.get("trained")
     trained = trained if isinstance(trained, dict) else {}
     continued: dict[str, Any] = {"start": start, "digest": digest[:16]}
@@ -100,7 +100,7 @@ def read_starting_weights(config: Config) -> StartingWeights:
     return StartingWeights(start, floats, seen, {"continued": continued})
 
 
-def check_fits(config: Config, start_config: ModelConfig, signals: Input) -> None:
+def check_start_fits(config: Config, start_config: ModelConfig, signals: Input) -> None:
     start, augment = config.start, config.augment
     pairs = (
         ("architecture", "model", _architecture(start_config), _architecture(config.model)),

@@ -39,8 +39,8 @@ from .config import TrainConfig
 T = TypeVar("T")
 # Addresses by which a machine reaches only itself
 LOOPBACK = re.compile(r"\b127\.\d+\.\d+\.\d+|::1\b|\blocalhost\b")
-# Modules whose functions wait for other ranks. ZeRO 3 waits in functions that nvtx wraps
-COLLECTIVES = ("torch.distributed", "deepspeed.comm", "deepspeed.utils.nvtx")
+# Modules whose functions wait for other ranks; nvtx, because it wraps functions in which ZeRO 3 waits
+COLLECTIVE_MODULES = ("torch.distributed", "deepspeed.comm", "deepspeed.utils.nvtx")
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,10 @@ def process_state_restored() -> Iterator[None]:
             os.environ.update(environment)
             torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(deterministic)
-            cudnn.allow_tf32 = "tf32" in tf32  # sets the two precisions below, and an older flag
+            # restores an older flag, but also sets the two precisions that the next line restores
+            cudnn.allow_tf32 = "tf32" in tf32
             cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = tf32
-            # ZeRO 3 replaced it: gradients of a later training would differ by rounding
+            # ZeRO 3 replaces F.linear, which would change a later training's gradients by rounding
             F.linear = linear
             sys.excepthook = hook
 
@@ -194,14 +195,14 @@ def require_function(engine: Any, name: str, arguments: Sequence[str]) -> None:
 
 
 def lost_a_rank(error: BaseException) -> bool:
-    """True if a collective failed because another rank did not answer. NCCL and the store raise a
-    DistError. gloo raises a plain RuntimeError: the module that raised it distinguishes it from an
-    error of a plug-in."""
+    """True if a collective failed because another rank did not answer. NCCL and torch.distributed's
+    key-value store raise a DistError. gloo raises a plain RuntimeError, as a plug-in may, so the
+    module that raised it decides."""
     if launched_rank().world == 1:
         return False
     if isinstance(error, dist.DistError):
         return True
-    return type(error) is RuntimeError and _raised_in(error, COLLECTIVES)
+    return type(error) is RuntimeError and _raised_in(error, COLLECTIVE_MODULES)
 
 
 def _raised_in(error: BaseException, packages: Sequence[str]) -> bool:

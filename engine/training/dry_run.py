@@ -40,24 +40,23 @@ from .train import batch_norm_remarks, format_duration, recompute_layers, total_
 
 MATMUL_FLOPS = {
     torch.bfloat16: 0.97 * 769e12,
-    # By the data sheet: 67 TFLOP/s in fp32 without TF32, which training does not use, against 989
-    # in bf16
+    # The data sheet gives 67 TFLOP/s in fp32 without TF32, which training does not use, and 989 in
+    # bf16
     torch.float32: 0.97 * 769e12 * 67 / 989,
 }
 ACTIVATION_BYTES_S = 0.118e9 / (1 / 1748 - 175.9e9 / MATMUL_FLOPS[torch.bfloat16])
-# With less than a tenth of the work that was measured, a GPU also waits for its kernels to start.
-# The smallest measured pass of the measured model had 256 crops
-MIN_CROP_GFLOP_FOR_ESTIMATE = 17.6  # for one crop: a tenth of the measured model's
-MIN_PASS_GFLOP_FOR_ESTIMATE = (
-    4_500  # for one pass on one GPU: a tenth of the smallest measured pass
-)
+# A GPU that has less work than these limits also waits for its kernels to start, so the dry run says
+# that the training takes "at least" the estimated time
+MIN_CROP_GFLOP_FOR_ESTIMATE = 17.6  # of one crop: a tenth of what the measured model needs
+# of the crops that one GPU takes at a time: a tenth of the smallest measured pass, of 256 crops
+MIN_PASS_GFLOP_FOR_ESTIMATE = 4_500
 # bytes of a crop in a shard: 120,832 of samples, 1,536 of its row as JSON
 STORED_CROP_BYTES = 122_368
 
 
 class TrainingAmount(NamedTuple):
-    """How much a run trains. `crops`: those of the datasets, or the number for which a pretended
-    dataset stands."""
+    """How much a run trains. `crops`: the number of crops in the datasets, which --crops gives if the
+    dataset is pretended."""
 
     crops: int
     trained_crops: int
@@ -74,9 +73,9 @@ def dry_run(
     crops: int | None = None,
     hourly: float | None = None,
 ) -> str:
-    """Returns the settings, and lines that describe the training. Raises the errors of a training,
-    except those about RUN. `crops`: the number for which a pretended dataset stands. `hourly`: the
-    price of a GPU for an hour."""
+    """Returns the settings, and lines that describe the training. Raises the errors that preparing
+    the training would raise, except those about RUN. `crops`: the number that --crops gives if the
+    dataset is pretended. `hourly`: the price of a GPU for an hour."""
     task = task_class.prepare(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
     order = crop_order(replace(config.loader, windows=task.windows), datasets, task.selection)
     model = task.model(torch.Generator().manual_seed(config.train.seed))
@@ -195,12 +194,12 @@ def describe_time_and_disk(
 
 
 def seconds_per_crop(task: TrainingTask, model: Any, order: Order) -> float:
-    """Returns the seconds that a crop takes on one GPU: the time of its matrix products, and of the
-    bytes that its activations move."""
+    """Returns the seconds that a crop takes on one GPU: the time of its matrix products plus the time
+    in which its activations are moved."""
     recomputed = task.config.train.recompute_layers
     if recomputed:
         model.encoder.recomputes = False
-    kept = saved_bytes_per_crop(task, model, order)
+    kept = saved_tensor_bytes_per_crop(task, model, order)
     if recomputed:
         model.encoder.recomputes = True
     seconds = task.flops_per_crop / MATMUL_FLOPS[dtype_of(task.config)] + kept / ACTIVATION_BYTES_S
@@ -214,8 +213,8 @@ def format_size(size: float) -> str:
 
 
 def state_bytes(model: nn.Module, dtype: torch.dtype, stage: int, gpus: int) -> dict[str, float]:
-    """Returns the bytes of weights, gradients and AdamW's state. With bf16, that state includes
-    float32 weights."""
+    """Returns the bytes that weights, gradients, AdamW's state and buffers take on each GPU. With
+    bf16, AdamW's state includes float32 weights."""
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     adamw = 12 if dtype == torch.bfloat16 else 8
@@ -232,16 +231,16 @@ def state_bytes(model: nn.Module, dtype: torch.dtype, stage: int, gpus: int) -> 
 def peak_activation_bytes_per_crop(task: TrainingTask, model: Any, order: Order) -> float:
     """Returns the bytes per crop that autograd keeps until the backward pass. With
     train.recompute_layers this includes one layer that is being recomputed."""
-    kept_by_layers = saved_bytes_per_crop(task, model, order)
+    kept_by_layers = saved_tensor_bytes_per_crop(task, model, order)
     if not task.config.train.recompute_layers:
         return kept_by_layers
     model.encoder.recomputes = False
-    without = saved_bytes_per_crop(task, model, order)
+    without = saved_tensor_bytes_per_crop(task, model, order)
     model.encoder.recomputes = True
     return kept_by_layers + (without - kept_by_layers) / len(model.encoder.layers)
 
 
-def saved_bytes_per_crop(task: TrainingTask, model: nn.Module, order: Order) -> float:
+def saved_tensor_bytes_per_crop(task: TrainingTask, model: nn.Module, order: Order) -> float:
     fewer_places, more_places = (order.batch(0)[:n] for n in (1, min(3, order.batch_crops)))
     if len(more_places) == 1:
         return saved_tensor_bytes(task, model, more_places)

@@ -25,13 +25,13 @@ from .config import RunConfig
 from .distributed import Ranks, on_first_rank
 from .loggers import versions
 
-ROOT = Path(__file__).resolve().parents[2]
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 PACKAGE_FOLDERS = ("data_tools", "engine", "downstream")
 # In these sections, settings that may change on a resume, such as paths and threads, may also differ
 # between ranks
-MACHINE_SETTINGS = ("data.", "pipeline.")
+MACHINE_SECTIONS = ("data.", "pipeline.")
 LISTED_DIFFERENCES = 3  # most differences that an error message lists
-ABSENT = "none"
+ABSENT_VALUE = "none"  # value, in messages, of a fact that a rank does not have
 RankFacts = Mapping[str, tuple[str, str]]  # key of a fact -> (its name in messages, its value)
 
 
@@ -43,7 +43,7 @@ def facts_of_rank(config: RunConfig, datasets: Sequence[Dataset]) -> RankFacts:
         name = f"another dataset at {dataset.root.url}: fingerprint "
         facts[f"dataset {number}"] = name, dataset.fingerprint[:16]
     may_differ = {
-        name for name in changeable_settings(type(config)) if name.startswith(MACHINE_SETTINGS)
+        name for name in changeable_settings(type(config)) if name.startswith(MACHINE_SECTIONS)
     }
     for setting, value in flatten(config.tree()).items():
         if setting not in may_differ:
@@ -53,7 +53,7 @@ def facts_of_rank(config: RunConfig, datasets: Sequence[Dataset]) -> RankFacts:
     for package, version in versions().items():
         facts[f"version {package}"] = f"{package} ", version
     facts["version omnilead"] = "omnilead ", omnilead.__version__
-    facts["code of omnilead"] = "other code of omnilead: sha256 ", _short_sha256(_own_code())
+    facts["code of omnilead"] = "other code of omnilead: sha256 ", _short_sha256(_omnilead_code())
     return facts
 
 
@@ -88,15 +88,17 @@ def describe_differences(of_first: RankFacts, facts: RankFacts) -> list[str]:
     found = []
     for key in dict.fromkeys([*facts, *of_first]):
         name, _ = facts.get(key) or of_first[key]
-        _, value = facts.get(key, ("", ABSENT))
-        _, first_value = of_first.get(key, ("", ABSENT))
+        _, value = facts.get(key, ("", ABSENT_VALUE))
+        _, first_value = of_first.get(key, ("", ABSENT_VALUE))
         if value != first_value:
             found.append(f"{name}{value} instead of {first_value}")
     return found
 
 
-def _own_code() -> bytes:
-    files = [file for folder in PACKAGE_FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
+def _omnilead_code() -> bytes:
+    files = [
+        file for folder in PACKAGE_FOLDERS for file in sorted((PACKAGE_ROOT / folder).rglob("*.py"))
+    ]
     return b"\0".join(file.read_bytes() for file in files)
 
 

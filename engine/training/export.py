@@ -32,13 +32,14 @@ class Export(NamedTuple):
     state: dict[str, Any]  # state of the checkpoint
     weights: dict[str, Tensor]
     seen: pa.Table
-    # lowest and highest rate at which the labelled crops were recorded; []: none, or unknown
+    # lowest and highest rate at which the labelled crops were recorded; []: no crop is labelled, or
+    # the rates are unknown
     source_hz: list[float]
 
 
 def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
-    """Reads what RUN/model will hold from the run's best or newest checkpoint, whichever the task
-    exports."""
+    """Reads from a checkpoint of the run what RUN/model will hold. The task decides whether it is the
+    best checkpoint or the newest."""
     path = run.best_checkpoint() if task.exports_best else run.newest_checkpoint(warn)
     if path is None:
         raise CheckpointError(f"{run.path}: has no checkpoint: train it first")
@@ -55,7 +56,7 @@ def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
     weights = task.exported_weights(config, state_dict)
     known = seen_by_checkpoint(run.path, config, state, task)
     if not known.datasets:
-        known = join_with_exported(run.model, known, _history(config, state))
+        known = join_with_exported(run.model, known, _trained_entry(config, state))
     return Export(config, state, weights, known.seen, known.source_hz)
 
 
@@ -66,7 +67,8 @@ class SeenData(NamedTuple):
     seen: pa.Table
     # fingerprint of a dataset -> how often each of its crops was drawn (Order.draw_counts)
     times_drawn: dict[str, np.ndarray]
-    # lowest and highest rate at which the labelled crops were recorded; []: none, or unknown
+    # lowest and highest rate at which the labelled crops were recorded; []: no crop is labelled, or
+    # the rates are unknown
     source_hz: list[float]
     datasets: list[str]  # paths of the run's datasets; []: they were not found
 
@@ -74,8 +76,8 @@ class SeenData(NamedTuple):
 def seen_by_checkpoint(
     run: Path, config: Any, state: dict[str, Any], task: type[TrainingTask]
 ) -> SeenData:
-    """Returns the data that a checkpoint has seen. The run may be opened from any folder. Datasets
-    that have moved are found if the run was restarted since."""
+    """Returns the data that a checkpoint has seen. Its datasets are found from any working folder,
+    and also after a move if the run was restarted since."""
     records = [folder.read_seen(run)] if folder.names_a_model(config.start) else []
     times_drawn = {}
     rates_hz = set[float]()
@@ -124,9 +126,9 @@ def _find_datasets(run: Path, config: Any, state: dict[str, Any]) -> dict[str, D
 
 
 def join_with_exported(model: Path, known: SeenData, history: dict[str, Any]) -> SeenData:
-    """Adds what RUN/model says about the data, for a run whose datasets are gone. If RUN/model has
-    the very weights of this checkpoint, its record is used; if it has earlier weights, its record
-    is joined with what is known."""
+    """Completes `known`, for a run whose datasets were not found, by what RUN/model says about the
+    data. If RUN/model holds the weights of this checkpoint, its record replaces that of `known`; if it
+    holds earlier weights, the two records are joined."""
     try:
         written = folder.read_seen(model)
         document = folder.read_document(model / folder.CONFIG)
@@ -165,7 +167,7 @@ def write_export(run: RunFolder, export: Export, task: type[TrainingTask], card:
     """Writes RUN/model: the weights in safetensors, the specification of the input, and the model
     card."""
     config, state, weights, record, source_hz = export
-    document = task.exported_config(config, state) | {"trained": _history(config, state)}
+    document = task.exported_config(config, state) | {"trained": _trained_entry(config, state)}
     if "head" in document and source_hz:
         document["head"]["source_hz"] = source_hz
     code = run.read_code(state.get("code", ()))
@@ -193,7 +195,7 @@ def preprocessing_of(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]
     return signals
 
 
-def _history(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
+def _trained_entry(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
     keys = ("step", "crops_seen", "datasets", "preprocessing_sha256")
     return {
         **{name: state[name] for name in keys},

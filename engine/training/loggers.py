@@ -41,7 +41,7 @@ from .config import RunConfig, TrainConfig
 from .tracking import Service
 
 LINE_COLUMNS = 100  # most characters in a line of the terminal
-# matrix products to time; the fastest counts, as the machine may be busy for a moment
+# number of matrix products to time; the fastest counts, as the machine may be busy for a moment
 TIMED_MATMULS = 60
 PACKAGES = (
     "torch",
@@ -64,13 +64,13 @@ def peak_tflops(config: TrainConfig, device: torch.device) -> float:
     a = torch.randn(size, size, dtype=dtype, device=device)
     best_s = float("inf")
     for _ in range(TIMED_MATMULS):
-        started = _matmul_seconds(device)
+        started = _time_after_sync_s(device)
         a @ a
-        best_s = min(best_s, _matmul_seconds(device) - started)
+        best_s = min(best_s, _time_after_sync_s(device) - started)
     return 2 * size**3 / best_s / 1e12
 
 
-def _matmul_seconds(device: torch.device) -> float:
+def _time_after_sync_s(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -4,9 +4,10 @@
 
 Nothing waits for the device between log lines. Steps with a non-finite loss or gradient change
 nothing and are counted (engine.training.optimizer); after train.max_nonfinite in a row the run
-ends. SIGTERM stops the run before the next micro-batch, of several ranks one micro-batch later:
-an unfinished step is given up, an unfinished validation is due again, a checkpoint of the last
-whole step is written, exit 0; Ctrl-C: the same, exit 130; a second Ctrl-C: at once.
+ends. SIGTERM stops the run before the next micro-batch, with several ranks one micro-batch later: an
+unfinished step is given up, an unfinished validation is due again, and a checkpoint of the last
+whole step is written. The exit code is 0. Ctrl-C does the same with exit code 130. A second Ctrl-C
+ends the run at once.
 """
 
 import os
@@ -140,9 +141,9 @@ class Loop:
                 batches.close()  # type: ignore[attr-defined]
 
     def _stop_if_asked(self, unfinished: str = "") -> None:
-        """Raises Stopped on all ranks in the same call: the one after the call in which all ranks
-        were told. All ranks call it between micro-batches. `unfinished`: what will not be
-        finished."""
+        """Raises Stopped on all ranks in the same call if one of them was asked to stop. With several
+        ranks this is the call after the one in which that rank told the others. All ranks call it
+        between micro-batches. `unfinished`: what will not be finished."""
         if self.asked_to_stop(self.terminated or self.launcher.has_ended()):
             raise Stopped(unfinished)
 
@@ -185,7 +186,8 @@ class Loop:
             return next(batches)  # type: ignore[no-any-return]
         except DataError as error:
             if self.ranks.world > 1:
-                # No checkpoint is written, because the other ranks only see that this one is gone
+                # No checkpoint is written, because that needs all ranks, and the others only see that
+                # this one is gone
                 raise TrainError(f"rank {self.ranks.rank}: {error}") from None
             self._save_and_wait()
             raise TrainError(error) from None
@@ -296,12 +298,14 @@ class Loop:
             progress.best = {"step": progress.step, name: value, **self.task.chosen_values()}
             progress.stale = 0
             self._save()
-        elif np.isfinite(value) or progress.best:  # the metric may be undefined on these crops
+        elif np.isfinite(value) or progress.best:
+            # nothing is counted before the metric was defined once: it may be undefined on these crops
             progress.stale += 1
 
     def _save_is_due(self) -> bool:
-        """True on all ranks if it is time for a checkpoint. Rank 0's clock decides. The other ranks
-        learn it a step later, unless a checkpoint was written meanwhile."""
+        """Returns True, on all ranks at the same step, if enough steps or enough minutes on rank 0's
+        clock have passed since the last checkpoint. With several ranks the clock's answer comes one
+        step late, and does not count if a checkpoint was written meanwhile."""
         t, step = self.config.train, self.progress.step
         late = time.monotonic() - self.saved_at_s >= 60 * t.save_every_minutes
         asked_at_step = self.asked_to_save(step if late and self.ranks.is_first else 0)
@@ -313,7 +317,7 @@ class Loop:
         self.writer.wait()
 
     def _save(self) -> None:
-        """Writes a checkpoint of this step while training continues; none of the untrained model.
+        """Writes a checkpoint of this step while training continues, but none of the untrained model.
         If this step has a checkpoint already, only its progress is changed, because writing it
         again would delete it first."""
         self.progress.skipped_steps = int(self.adam.skipped)
@@ -322,7 +326,7 @@ class Loop:
             return
         if self.progress.step > self.saved.step:
             self._write_checkpoint()
-        else:  # since the last checkpoint, this step was only validated
+        else:  # this step has a checkpoint and was only validated since
             self.writer.amend_progress(vars(self.progress))
         self.saved, self.saved_at_s = replace(self.progress), time.monotonic()
 

@@ -1,4 +1,4 @@
-"""AdamW that clips gradients and skips non-finite steps without waiting for the device;
+"""Provides an AdamW that clips gradients and skips non-finite steps without waiting for the device, and
 learning-rate schedules.
 
     adam = GuardedAdamW([(1.0, model.parameters())], lr=..., clip_norm=1.0, partitioned=stage > 0)
@@ -15,7 +15,7 @@ made for loss scaling): a skipped step leaves weights, moments and step count un
 `step` once for each group. The first call clips for all, so it also needs the gradients of groups not
 handed over yet: `pending`. DeepSpeed's own measurement of the norm waits for the device.
 
-Schedules. fixed: as the authors pre-train. warmup_cosine: linear from start_factor to 1 over the
+Schedules. fixed: as the paper's authors pre-train. warmup_cosine: linear from start_factor to 1 over the
 first `warmup` of all steps, then half a cosine to end_factor. tri_stage (fairseq): linear, constant
 over `hold`, then exponential to end_factor.
 """
@@ -34,9 +34,9 @@ from .config import TrainConfig
 # (factor of the learning rate, weights) for each group
 Groups = list[tuple[float, list[nn.Parameter]]]
 # Modules of an encoder that see only a few samples: `stem` in S4 and the ResNet, the others in the
-# authors' encoder
+# encoder of Oh et al.
 STEMS = ("stem", "conv", "feature_norm")
-# numbers whose norm a CPU computes at a time: the norm of so many is off by 4e-7
+# how many numbers a CPU takes at a time when it computes the norm, which is then off by 4e-7
 NORM_CHUNK_SIZE = 2**16
 
 
@@ -72,8 +72,9 @@ class GuardedAdamW(torch.optim.AdamW):
         grads = [p.grad for p in weights if p.grad is not None]
         grads += [grad.float() for grad in self.pending()]
         if self.norm.is_cpu:
-            # On a CPU torch adds up squares one after the other. With 1 million squares the norm is
-            # off by 2.5e-5; with the half million of one of two ranks, by 1.1e-5
+            # On a CPU torch adds up squares one after the other, so the norm of a long tensor is
+            # inexact: off by 2.5e-5 with 1 million squares, by 1.1e-5 with the half million that
+            # each of two ranks has. Tensors are therefore split
             grads = [part for grad in grads for part in grad.flatten().split(NORM_CHUNK_SIZE)]
         norms = torch._foreach_norm(grads)
         square = torch.stack([norm.float() for norm in norms]).square().sum()

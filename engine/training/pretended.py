@@ -11,13 +11,13 @@ from omnilead.data_tools.dataset import COLUMNS, Dataset
 from omnilead.data_tools.ecg.constants import CROP, FS_HZ, LEADS
 from omnilead.data_tools.io.storage import LocalFolder
 
-MAX_ROWS = 65_536  # most rows of a pretended table, unless four batches have more
+MAX_ROWS = 65_536  # most rows of a pretended table; it may have four batches, if they are more
 
 
 class PretendedDataset(Dataset):
     @cached_property
     def _samples_bytes(self) -> pa.Buffer:
-        """The content of samples.parquet, a table in which each crop is of another patient."""
+        """The content of samples.parquet, a table in which each crop has its own patient."""
         rows = np.arange(len(self))
         names = [f"{row}" for row in rows]
         known: dict[str, Any] = {

@@ -48,7 +48,7 @@ from .task import (
     best_metric_and_sign,
     best_step_text,
     describe_encoder,
-    start_text,
+    start_for_card,
 )
 from .validation import (
     PatientProbe,
@@ -69,10 +69,11 @@ BUILT_IN_LOSSES = {"local", "diversity", "features"}
 # The quantizer collapses if less than this share of all codes is in use, in this many log lines in
 # a row
 COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3
-# JEPA collapses if the spread of its targets is below this. Their standard deviation over their
-# width is 1
+# JEPA collapses if the standard deviation of its targets over tokens and ECGs is below this. That of
+# each target over its own elements is 1
 COLLAPSED_SPREAD = 0.05
-# JEPA's moving average of the encoder's weights, which is exported instead of these weights
+# The names of JEPA's moving averages of the encoder's weights begin with this. The averages are
+# exported instead of the encoder's own weights
 AVERAGED_PREFIX = "plugin.target."
 
 
@@ -104,7 +105,7 @@ class PretrainTask(TrainingTask):
         "skipped_steps",
         "memory_gb",
     )
-    encoder: nn.Module | None  # None: the authors' encoder, which Pretrainer makes
+    encoder: nn.Module | None  # None: the encoder of Oh et al., which Pretrainer makes
     tokens: int  # number of tokens in a window
     inputs: PretrainInputs
     validation_loss: ValidationLoss
@@ -132,7 +133,7 @@ class PretrainTask(TrainingTask):
         probe = PatientProbe(config, datasets, ranks)
         if len(datasets) > 1:
             on_first_rank(
-                ranks, partial(refuse_shared_patients, config, datasets, held_out.selection)
+                ranks, partial(refuse_leak_between_datasets, config, datasets, held_out.selection)
             )
         remarks = [
             *attribute_remarks(config, inputs),
@@ -199,8 +200,8 @@ class PretrainTask(TrainingTask):
         return row
 
     def resume_facts(self) -> dict[str, Any]:
-        """Adds the starting model, the input, and the number of crops that are contrasted with each
-        other, which is part of the objective."""
+        """Returns the facts of every task, the starting model, the input, and the number of crops that
+        are contrasted with each other, which is part of the objective."""
         facts = super().resume_facts()
         if self.start:
             facts |= self.start.facts
@@ -330,7 +331,7 @@ class PretrainTask(TrainingTask):
         global_objective = portable_spec(objective.method) if objective.contrast else "none"
         lines = [describe_encoder(config.model)]
         if config.start:
-            lines.append(f"Continued from the weights of {start_text(config.start)}.")
+            lines.append(f"Continued from the weights of {start_for_card(config.start)}.")
         lines.append(f"Loss: {', '.join(terms)}; global objective {global_objective}.")
         best = best_step_text(state.get("best") or {})
         lines.append(f"Weights of step {state['step']:,}, the newest. {best}")
@@ -367,11 +368,12 @@ def rows_copies_and_remarks(
     return [], copies, [remark] if copies else []
 
 
-def refuse_shared_patients(
+def refuse_leak_between_datasets(
     config: Config, datasets: Sequence[Dataset], validated: Selection
 ) -> None:
-    """Raises ConfigError if crops of a held-out patient are trained on in another dataset. Called
-    on rank 0 only, because each rank would compare the same gigabytes of patient names."""
+    """Raises ConfigError if one dataset trains on a record, patient or waveform that another dataset
+    holds out. Called on rank 0 only, because each rank would compare the same gigabytes of patient
+    names."""
     trained, held = [], []
     for dataset in datasets:
         trained.append(selected_rows(dataset, training_selection(config)))
@@ -445,7 +447,9 @@ def examine_objective(
             )
         for name, loss in losses.items():
             if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
-                raise ConfigError(f"loss {name!r} is not a scalar tensor with a gradient")
+                raise ConfigError(
+                    f"loss {name!r} is not a scalar tensor with a gradient: return one"
+                )
         total = torch.stack(list(losses.values())).sum()
         total.backward()
         grads = [p.grad for p in model_copy.encoder.parameters() if p.grad is not None]

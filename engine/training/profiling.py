@@ -21,7 +21,8 @@ from omnilead.data_tools.io.terminal import say
 
 from ..settings.errors import ConfigError
 
-WARM_UP = 5  # steps before the traced ones, in which kernels are compiled and buffers allocated
+# steps before the traced ones, in which kernels are compiled and buffers allocated
+WARM_UP_STEPS = 5
 TERMINAL_ROWS, FILE_ROWS = 12, 200
 MAX_ALLOCATIONS = 10**5  # most allocations that the memory snapshot holds
 
@@ -31,10 +32,10 @@ class Profile:
     steps: int  # number of steps to trace
 
     def require_enough_steps(self, left: int) -> None:
-        if self.steps > left - WARM_UP:
+        if self.steps > left - WARM_UP_STEPS:
             raise ConfigError(
-                f"--profile {self.steps}: {left} steps are left, of which {WARM_UP} warm up and are not traced: trace "
-                "fewer steps, or raise train.steps"
+                f"--profile {self.steps}: {left} steps are left, of which {WARM_UP_STEPS} warm up and are not "
+                "traced: trace fewer steps, or raise train.steps"
             )
 
     @contextmanager
@@ -60,7 +61,7 @@ class Profile:
             say(f"profile of {self.steps} steps: {folder}/")
 
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        profiler_schedule = schedule(wait=WARM_UP - 1, warmup=1, active=self.steps, repeat=1)
+        profiler_schedule = schedule(wait=WARM_UP_STEPS - 1, warmup=1, active=self.steps, repeat=1)
         kind = AllocationProfile if cuda else profile
         with kind(
             activities=activities, schedule=profiler_schedule, on_trace_ready=write
@@ -74,5 +75,5 @@ class AllocationProfile(profile):
 
     def step(self) -> None:
         super().step()
-        if self.step_num == WARM_UP:
+        if self.step_num == WARM_UP_STEPS:
             torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS, stacks="python")

@@ -38,8 +38,8 @@ Between = Callable[[], None]  # called by all ranks between batches; raises when
 
 @dataclass(eq=False, kw_only=True)
 class TrainingTask(ABC):
-    """What is trained. The method `prepare` makes a task; the fields hold what it has read, chosen
-    and built."""
+    """Defines what a run trains. The method `prepare` makes a task; the fields hold what it has read,
+    chosen and built."""
 
     settings: ClassVar[type[RunConfig]]
     exports_best: ClassVar[bool]  # True: export the best checkpoint; False: the newest
@@ -52,7 +52,8 @@ class TrainingTask(ABC):
     selection: Selection  # the crops to train on
     flops_per_crop: float
     input: Input  # the signals that the model takes
-    windows: int  # LoaderConfig.windows: number of windows of each crop; 0: its halves
+    # number of windows of each crop; 0: the two stored halves are its windows (LoaderConfig.windows)
+    windows: int
     remarks: Sequence[str]  # lines that are printed at the start of training
     code: Mapping[str, bytes]  # name -> content of plugged-in code, for RUN/code and RUN/model
     kept_files: Mapping[str, bytes]  # name -> content of other files to write to RUN
@@ -156,7 +157,7 @@ def best_metric_and_sign(name: str | None, metrics: Sequence[str]) -> tuple[str,
     return name, -1 if METRIC_OF[name].lower_is_better else 1
 
 
-def start_text(start: str) -> str:
+def start_for_card(start: str) -> str:
     """Returns `start` as the model card names it: without folders of this machine, because the card
     may be shared."""
     return start if "://" in start else Path(start).name

@@ -41,7 +41,7 @@ def open_tensorboard(run: Path, config: RunConfig, step: int, run_id: str | None
     writer = tensorboard.SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else 0)
     hook = threading.excepthook
 
-    def ignore_writer(failed: threading.ExceptHookArgs) -> None:
+    def hide_writer_errors(failed: threading.ExceptHookArgs) -> None:
         """Prints no traceback if TensorBoard's thread fails, because the next call of the writer
         raises the thread's error."""
         if not type(failed.thread).__module__.startswith("tensorboard."):
@@ -57,7 +57,7 @@ def open_tensorboard(run: Path, config: RunConfig, step: int, run_id: str | None
         finally:
             threading.excepthook = hook
 
-    threading.excepthook = ignore_writer
+    threading.excepthook = hide_writer_errors
     return Service(None, log, close)
 
 

@@ -54,7 +54,7 @@ class Resumed:
         step = self.state["step"]
         if loader_step != step:
             raise CheckpointError(
-                f"{self.path}: state.json is of step {step}, but the loader's state of step "
+                f"{self.path}: state.json is of step {step}, but the loader's state is of step "
                 f"{loader_step}: ",
                 *checkpoint_files.HOW_TO_RESTORE,
             )
@@ -114,7 +114,8 @@ def print_run_description(
 def batch_norm_remarks(model: nn.Module, ranks: int) -> list[str]:
     """Returns a remark if batch norm makes the training depend on the number of ranks, otherwise
     []."""
-    kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d  # SyncBatchNorm is not one of them
+    # SyncBatchNorm is none of these kinds; it takes its statistics from all ranks
+    kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
     if ranks == 1 or not any(isinstance(part, kinds) for part in model.modules()):
         return []
     return [
@@ -170,8 +171,8 @@ def describe_stop(loop: Loop) -> str:
 
 
 def make_engine(task: TrainingTask, resumed: Resumed | None) -> tuple[Any, GuardedAdamW]:
-    """Returns (DeepSpeed's engine with the model, its optimiser), with random weights or those of a
-    checkpoint."""
+    """Returns (DeepSpeed's engine, which holds the model; the optimiser). Both start from the checkpoint
+    `resumed`; without one, from the initial weights of the task."""
     universal = bool(resumed and resumed.universal)
     if resumed and universal:
         distributed.on_first_rank(task.ranks, lambda: checkpoint.to_universal(resumed.path))
@@ -222,8 +223,8 @@ def initialize_deepspeed(task: TrainingTask, universal: bool) -> tuple[Any, Guar
 
 
 def pending_gradients(zero: Any, adam: GuardedAdamW) -> list[Tensor]:
-    """Returns the gradients of the groups that ZeRO has not yet handed to the optimizer, at the
-    optimizer's first call in a step."""
+    """Returns the gradients of the groups that ZeRO has not yet handed to the optimizer. Called when
+    the optimizer is called for the first time in a step."""
     kept = getattr(zero, "averaged_gradients", {})
     groups = [grads for grads in kept.values() if grads is not None]
     if len(groups) != adam.calls_per_step - 1:
@@ -244,11 +245,13 @@ def recompute_layers(model: Any) -> None:
 
 
 def compile_model(model: Any, parts: str, **options: Any) -> None:
-    """Compiles `parts` of a model. "layers": the transformer layers, which are identical and so
-    compiled once, and other parts with many small operations; an encoder without such layers is
-    compiled whole, in one graph with CPC or JEPA. "step": forward pass and loss, as one graph."""
-    # Hide warnings about torch's own code, about TF32, which is off on purpose, and about .grad,
-    # which dynamo reads and not this code
+    """Compiles the parts of a model that `parts`, a value of train.compile, names. "step" compiles
+    forward pass and loss as one graph. "layers" compiles the transformer layers, which are identical
+    and so compiled once, and other parts with many small operations. If the encoder has no such
+    layers, "layers" compiles it whole, and in one graph with CPC or JEPA. "eager" compiles
+    nothing."""
+    # Hide three warnings: about torch's own code; about TF32, which is off on purpose; and about
+    # .grad, which dynamo reads, not this code
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
@@ -271,7 +274,8 @@ def compile_model(model: Any, parts: str, **options: Any) -> None:
         if model.local is None and model.attributes is None:
             return
     methods = [(encoder, "features"), (encoder, "first_layer_input")]
-    if not isinstance(encoder, Encoder):  # an objective may call each of these methods by itself
+    if not isinstance(encoder, Encoder):
+        # such an encoder is compiled whole, but an objective may call its `context` directly
         methods.append((encoder, "context"))
     methods += [(model, name) for name in ("draw", "local_objective", "pool")]
     for owner, name in methods:
@@ -344,7 +348,7 @@ def refuse_changes(path: Path, state: dict[str, Any], task: TrainingTask) -> Non
         run = path.parent.parent
         mend: list[object] = ["change it back, or use ", Flag("--out"), " NEW"]
         is_longer = any(change.startswith(("train.steps ", "train.epochs ")) for change in changes)
-        # with --start a fine-tuning would begin with a new head
+        # not offered for a fine-tuning, which would begin with a new head
         if is_longer and isinstance(config, Config):
             mend += [
                 "; to train its model longer: ",

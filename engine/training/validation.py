@@ -181,8 +181,9 @@ class ValidationLoss:
 
 
 class PatientProbe:
-    """Identifies patients (paper, section "Patient identification"): the first ones with a gallery
-    and a probe crop. An embedding is the mean over the tokens of a crop's first window."""
+    """Identifies patients (paper, section "Patient identification"): the first train.probe_patients
+    that have a gallery and a probe crop. An embedding is the mean over the tokens of a crop's first
+    window."""
 
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
@@ -222,8 +223,8 @@ class PatientProbe:
 
 def identified_share(gallery_PD: Tensor, probe_PD: Tensor) -> float:
     """Returns the share of patients whose probe is nearest (by cosine) to their own gallery entry.
-    Of entries that tie for nearest, each counts with the chance that it is drawn. Equals
-    downstream.tasks.metrics.identification_scores."""
+    A patient whose own entry ties with others for nearest counts as 1 / number of tied entries.
+    Equals downstream.tasks.metrics.identification_scores."""
     gallery_PD = F.normalize(gallery_PD.double(), dim=-1)
     probe_PD = F.normalize(probe_PD.double(), dim=-1)
     cosine_PP = probe_PD @ gallery_PD.T

@@ -133,7 +133,7 @@ def enter_with_other_versions(tmp_path):
 
 def enter_with_other_code(tmp_path):
     enter(tmp_path)
-    equal_ranks.ROOT = Path.cwd()
+    equal_ranks.PACKAGE_ROOT = Path.cwd()
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_other_versions(before, says, folders, tmp_path):
 
 
 def test_the_code_of_omnilead_is_that_of_all_wings():
-    code = equal_ranks._own_code()
+    code = equal_ranks._omnilead_code()
     assert all(
         name in code for name in (b"class Dataset:", b"def require_equal(", b"class FinetuneTask(")
     )
