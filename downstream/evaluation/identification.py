@@ -204,7 +204,7 @@ def _crops_with_two_windows(data: Datasets, model_input: Input) -> Array:
             Flag("--role"),
             " test",
         )
-    rows = data.select("valid")
+    rows = data.rows_with_id_role("valid")
     rows = rows[data.column("halves")[rows] == 2]
     require_crops(rows, data, "id=valid and two halves", "records that are not kept for tests")
     return np.asarray(rows)
@@ -250,7 +250,7 @@ def gallery_and_probe_rows(data: Datasets, among: Array | None = None) -> list[A
     these crops are returned, if given."""
     sides = []
     for role in ("gallery", "probe"):
-        rows = data.select(role)
+        rows = data.rows_with_id_role(role)
         rows = rows if among is None else np.intersect1d(rows, among)
         source = (
             "patients of ptb-xl with two sessions: shard --id-sources names others. To score labels, fit a "

@@ -455,7 +455,7 @@ class FinetuneTask(TrainingTask):
             config.loader, datasets, training_selection(labels, datasets, model_input)
         )
         used = []
-        for n, times in enumerate(order.draw_counts(state["crops_seen"])):
+        for n, times in enumerate(order.times_drawn(state["crops_seen"])):
             used.append((datasets[n], times, "labelled"))
             if state.get("best"):
                 used.append((datasets[n], labels.split[n] == SPLITS.index("valid"), "selected"))

@@ -22,7 +22,7 @@ from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import flatten
 from omnilead.engine.settings.metrics import METRIC_OF, Metric
 from omnilead.engine.settings.run_files import (
-    MAX_NUMBER,
+    MAX_PLAUSIBLE_NUMBER,
     METRICS,
     REPORT,
     RUN_FACTS,
@@ -155,7 +155,7 @@ def progress_texts(log: RunLog) -> Iterator[str]:
     if math.isfinite(epoch := metrics.last_value("epoch")):
         yield f"epoch {epoch:.2f}"
     seconds = round(sum(seconds for _, seconds in crops_and_seconds(metrics.rows)))
-    if 0 < seconds < MAX_NUMBER:
+    if 0 < seconds < MAX_PLAUSIBLE_NUMBER:
         yield f"{timedelta(seconds=seconds)} of training"
 
 

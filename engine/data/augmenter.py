@@ -39,11 +39,12 @@ from .config import FS_HZ, HALF, MV_PER_UV, Views
 from .order import Places
 from .torch_ops import TorchOps
 
-# `examine` runs a user's augmentation on a batch, and then again with other crops in place of half
-# of them: first of those that are False here, then of those that are True. The output for the other
-# half must stay the same. If the augmentation mixes crops, a True one meets a False one
+# `examine` runs a user's augmentation on a batch, and then twice more: with other crops in place of
+# those that are False here, and with other crops in place of those that are True. The output for the
+# crops that stayed must be the same. An augmentation that mixes crops mixes a True one with a False one
 UNCHANGED_B = (False, True, True, False, True, False, False, True)
-TOLERANCE_MV = 1e-6  # outputs that differ by less count as equal: a GPU may add in another order
+# outputs that differ by less count as equal, because a GPU may add in another order
+TOLERANCE_MV = 1e-6
 Tensors = dict[str, torch.Tensor]
 MeasuredLeads = Callable[[Places], np.ndarray]  # bool [B, 12]
 
@@ -123,7 +124,8 @@ class Augmenter:
     @cached_property
     def stages(self) -> list[Stage]:
         stages = self.config.stages
-        # the model's input filters each crop, cuts it into windows and masks them by `window_masks`
+        # with `windows`, no stage masks leads at random: the model's input filters each crop, cuts it
+        # into windows, and masks these by `window_masks`
         if self.windows:
             stages = [
                 UsableLeads(self.config) if isinstance(stage, RandomLeads) else stage
@@ -182,8 +184,8 @@ class Augmenter:
     def _halves_or_window(
         self, crops_BLT: torch.Tensor, start_B: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns the two halves of each crop (without copying) or, with `start_B`, one window
-        of each crop, which `augment` turns into two views."""
+        """Returns the two halves of each crop (without copying) or, with `start_B`, the window of
+        each crop that begins there, which `augment` turns into two views."""
         if start_B is None:
             return crops_BLT.view(*crops_BLT.shape[:2], 2, HALF).transpose(1, 2)
         index = start_B[:, None, None] + torch.arange(HALF, device=crops_BLT.device)

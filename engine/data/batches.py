@@ -39,7 +39,7 @@ def start_download(x: torch.Tensor) -> Callable[[], np.ndarray]:
     Work that is queued on the GPU later does not delay the copy."""
     if not x.is_cuda:
         return x.cpu().numpy
-    # torch makes this copy in pinned memory
+    # torch copies to pinned memory here, so this does not wait for the copy
     host, copied = x.to("cpu", non_blocking=True), torch.cuda.Event()
     copied.record(torch.cuda.current_stream(x.device))
 
@@ -106,7 +106,7 @@ def dataset_batches(
             ]
             size = {key: dataset.shards[key[1]].bytes for key in order}
             if len(shards) * CROP_BYTES < SPARSE_SHARE * sum(size.values()):
-                yield from _single_crops(dataset, batches, on_corrupt)
+                yield from _batches_read_singly(dataset, batches, on_corrupt)
                 return
             cache = stack.enter_context(
                 TemporaryDirectory(prefix="omnilead-", ignore_cleanup_errors=True)
@@ -130,7 +130,7 @@ def dataset_batches(
                 yield CropBatch(uv_BLT if good.all() else uv_BLT[good], halves[rows], rows)
 
 
-def _single_crops(
+def _batches_read_singly(
     dataset: Dataset, batches: Sequence[np.ndarray], on_corrupt: str
 ) -> Iterator[CropBatch]:
     def read(row: int) -> tuple[int, np.ndarray] | None:

@@ -171,7 +171,7 @@ class Pipeline:
         return self.fed_arrays[-1]
 
     def release(self) -> None:
-        """Waits until the GPU has finished with all but the last batches. Call before
+        """Waits until the GPU has finished with all but the last two batches. Call before
         `next_batch`."""
         if self.in_flight:
             self.in_flight.release()

@@ -17,7 +17,7 @@ from omnilead.data_tools.dataset import Data, Dataset, Ecg, open_all
 
 from ..settings.errors import ConfigError, Flag, join_first_names
 
-LISTED_DATASETS = 3  # number of datasets that a message lists
+MAX_LISTED_DATASETS = 3  # largest number of datasets that a message lists
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Datasets:
 
     @property
     def name(self) -> str:
-        return join_first_names([dataset.root.url for dataset in self.all], LISTED_DATASETS)
+        return join_first_names([dataset.root.url for dataset in self.all], MAX_LISTED_DATASETS)
 
     @property
     def fingerprint(self) -> str:
         """Returns the fingerprint of a single dataset, or a hash of the fingerprints of several
-        datasets in this order."""
+        datasets, in their order in `all`."""
         prints = [dataset.fingerprint for dataset in self.all]
         return prints[0] if len(prints) == 1 else sha256(" ".join(prints).encode()).hexdigest()
 
@@ -68,7 +68,7 @@ class Datasets:
         """Returns values_of(dataset) of all datasets, concatenated."""
         return np.concatenate([values_of(dataset) for dataset in self.all])
 
-    def select(self, identity: str) -> np.ndarray:
+    def rows_with_id_role(self, identity: str) -> np.ndarray:
         """Returns the numbers of the crops that have this role in identification."""
         return np.flatnonzero(
             self.concatenate(lambda dataset: dataset.column("id_role")) == identity

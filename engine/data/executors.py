@@ -69,7 +69,7 @@ class Executor(ABC):
         return 1
 
     def buffers(self, ahead: int) -> Sequence[Any]:
-        """Returns buffers for the batches to read: `ahead` + `batches_in_use`."""
+        """Returns the buffers to read into: enough for `ahead` batches, and `batches_in_use` more."""
         return self.reader.buffers(ahead + self.batches_in_use, self.crops)
 
     def read(self, plan: Plan, buffer: Any) -> ReadCrops:

@@ -1,6 +1,7 @@
-"""Finds data leakage: patients in the training set of one dataset and the test set of another.
+"""Finds data leakage: records, patients or waveforms that one dataset trains on and another holds
+out.
 
-refuse_leak(datasets, trained, held)                 # rows of each: a patient trained on in one is held out in another
+refuse_leak(datasets, trained, held)                 # trained, held: rows of each dataset
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ def refuse_leak(
     out. `option`: the option that named the datasets, for the message."""
     if len(datasets) < 2 or not any(map(len, held)):
         return
-    for kind in LEAK_KINDS:  # one kind at a time, since its names take the most memory
+    for kind in LEAK_KINDS:  # one kind at a time, because the names take most of the memory
         learnt, tested = [], []
         for dataset, *sides in zip(datasets, trained, held, strict=True):
             names, tested_names = _names_by_side(dataset, sides, kind)
@@ -56,8 +57,8 @@ def held_out_rows(dataset: Dataset) -> np.ndarray:
 
 
 def describe_overlap(a: Dataset, rows: np.ndarray, b: Dataset, others: np.ndarray) -> str:
-    """Returns the name of a record, patient or waveform that is both in `rows` of `a` and in
-    `others` of `b`; "" if there is none."""
+    """Returns the kind and name of a record, patient or waveform that is both in `rows` of `a` and
+    in `others` of `b`; "" if there is none."""
     for kind in LEAK_KINDS:
         (names,) = _names_by_side(a, [rows], kind)
         (other_names,) = _names_by_side(b, [others], kind)

@@ -31,14 +31,15 @@ import numpy as np
 
 from omnilead.data_tools.dataset import SHARD_CROPS, Dataset
 
-from ..settings.counter import MAX_SIZE, RandomStream, bits, permute
+from ..settings.counter import MAX_PERMUTED, RandomStream, bits, permute
 from ..settings.errors import ConfigError
 from .patients import cached_choice, validation_split
 from .where import where_mask
 
-# number of positions in a cycle, in which each dataset has its exact share, rounded to 2**-30
+# number of positions in a cycle (Order._quotas), in which each dataset has its share, rounded to
+# 2**-30
 CYCLE_POSITIONS = 2**30
-LOOK_AHEAD = 4096
+LOOK_AHEAD_CROPS = 4096  # number of crops whose shards `shards_needed` finds at a time
 
 
 class OrderError(ConfigError):
@@ -49,7 +50,7 @@ def dataset_and_draw_number(
     position: np.ndarray, quotas: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns, in closed form, the dataset of each position (int16) and how many earlier positions
-    that dataset has (int64).
+    belong to that dataset (int64).
 
     Quotas are spread as evenly as possible: in any range of positions each dataset has its share to
     within a few, so every batch and every rank's slice has the same mixture. Each dataset is still
@@ -88,9 +89,11 @@ class Selection:
     pretrain: bool | None = None
     dx: str | None = None
     identity: str | None = None
-    # crops with fewer halves are left out; with 2, these are the crops whose second half is empty
+    # least number of halves of 5 s that a crop must have: 2 leaves out crops whose second half is
+    # empty
     halves: int | None = None
-    # share of the patients to leave out, or, with `held`, to select alone (validation_split)
+    # share of the patients that are held out (validation_split): they are left out or, with `held`,
+    # are the only ones selected
     hold_out: float = 0.0
     held: bool = False
     where: str = ""  # an expression that selects crops (data.where); "": all crops
@@ -238,7 +241,7 @@ class Order:
         if not self.rows:
             raise OrderError("no dataset: give at least one")
         for rows in self.rows:
-            if not 0 < len(rows) <= MAX_SIZE:
+            if not 0 < len(rows) <= MAX_PERMUTED:
                 raise OrderError(
                     f"{rows.name}: {len(rows)} crops are selected: select from 1 to 2**40"
                 )
@@ -271,8 +274,9 @@ class Order:
 
     @cached_property
     def _quotas(self) -> tuple[int, ...]:
-        """Returns how many positions each dataset has in one cycle of `dataset_and_draw_number`:
-        its number of crops, or its share of 2**30, rounded by largest remainder."""
+        """Returns how many positions each dataset has in one cycle of `dataset_and_draw_number`.
+        For a single dataset, and without weights for up to 2**30 crops, this is its number of
+        crops; else it is its share of 2**30, rounded by largest remainder."""
         sizes = [len(rows) for rows in self.rows]
         if len(sizes) == 1 or (self.weights is None and sum(sizes) <= CYCLE_POSITIONS):
             return tuple(sizes)
@@ -288,7 +292,7 @@ class Order:
         """Returns the `count` crops that follow the first `crops_seen` crops of the run."""
         return self._places_at(np.arange(crops_seen, crops_seen + count, dtype=np.int64))
 
-    def draw_counts(self, crops_seen: int) -> list[np.ndarray]:
+    def times_drawn(self, crops_seen: int) -> list[np.ndarray]:
         """Returns, for each dataset, how often each of its crops is among the first `crops_seen`
         crops of the run."""
         times = []
@@ -398,9 +402,9 @@ def shards_needed(order: Order, crops_seen: int) -> Iterator[tuple[int, int]]:
     """Yields (dataset, shard) endlessly, in the order in which the shards are needed after the
     first `crops_seen` crops. Each shard comes once in each epoch of its dataset."""
     epochs: dict[int, tuple[int, set[int]]] = {}
-    for start in count(crops_seen, LOOK_AHEAD):
-        places = order.places(start, LOOK_AHEAD)
-        shard = np.empty(LOOK_AHEAD, np.int64)
+    for start in count(crops_seen, LOOK_AHEAD_CROPS):
+        places = order.places(start, LOOK_AHEAD_CROPS)
+        shard = np.empty(LOOK_AHEAD_CROPS, np.int64)
         for d, rows in enumerate(order.rows):
             is_own = places.dataset == d
             shard[is_own] = rows.shard(places.row[is_own])

@@ -24,9 +24,9 @@ from omnilead.data_tools.ecg.constants import SYNTHETIC
 
 HOLD_OUT_KEY = b"omnilead data.hold_out"
 OWNER_COLUMNS = ("source", "patient", "record")
-# leading bits of a waveform's number, by which most waveforms are told apart
+# number of leading bits of a waveform's number that tell most waveforms apart
 WAVEFORM_PREFIX_BITS = 24
-NAMES_AT_A_TIME = 65_536  # number of names that are Python objects at a time
+NAMES_AT_A_TIME = 65_536  # number of names that are converted to Python objects at a time
 Split = tuple[np.ndarray, np.ndarray]
 # For each dataset, the results of `cached_choice` by data.hold_out or data.where. They are kept as
 # long as the dataset, because every validation needs them
@@ -81,9 +81,9 @@ def _validation_split(dataset: Dataset, share: float) -> Split:
 
 def _has_held_waveform(waveform_N: np.ndarray, held_N: np.ndarray) -> np.ndarray:
     """Returns bool [crops]: True where a held-out crop has the same waveform. All crops are
-    looked up in one call, since arrow hashes the held-out waveforms in each call. Arrow's table
-    is larger than a core's cache, so only waveforms that begin with the same bits as a held-out
-    one are looked up."""
+    looked up in one call, because each call makes arrow build a hash table of the held-out
+    waveforms. This table is larger than a core's cache, so only waveforms that begin with the
+    same bits as a held-out one are looked up."""
     prefix_N = (waveform_N >> np.uint64(64 - WAVEFORM_PREFIX_BITS)).astype(np.int32)
     is_held = np.zeros(2**WAVEFORM_PREFIX_BITS, bool)
     is_held[prefix_N[held_N]] = True

@@ -1,5 +1,5 @@
-"""Read crops by offset from the shards into reused buffers, verify them, and prefetch batches in a
-thread.
+"""Reads crops by offset from the shards into reused buffers, verifies them, and prefetches batches in
+a thread.
 
 A request names the dataset and the row of each crop (engine.data.order.Places). Reads are sorted by
 shard and offset and split among threads. From tar, a crop is read by os.preadv straight to its place
@@ -54,8 +54,8 @@ log = logging.getLogger(__name__)
 def use_one_thread() -> None:
     """Keeps torch from starting OpenMP threads for the operations of the calling thread, since
     they would take cores from the training step."""
-    # initialises torch's own setting in this thread, which would otherwise reset OpenMP's at the
-    # first operation
+    # makes torch initialise its number of threads in this thread now; at the first operation, that
+    # would reset the number set for OpenMP below
     torch.get_num_threads()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).omp_set_num_threads(1)
@@ -107,8 +107,8 @@ class CropSink(Protocol):
     crops_per_write: int
 
     def write(self, crops_BLT: torch.Tensor, positions: list[int], rows: list[int]) -> None:
-        """Takes crops from the start of a buffer, as many as `positions` has; all of them are
-        readable. `positions` and `rows`: the crops' positions in the batch, and their rows. The
+        """Takes the first len(positions) crops of a buffer, which were all read without error.
+        `positions` and `rows`: their positions in the batch, and their rows in the dataset. The
         replacement of a bad crop comes in a call of its own, with another row than the requested
         one."""
 
@@ -446,7 +446,7 @@ def fill_ahead(
             while True:
                 free.get_nowait()
         free.put(None)
-        if thread.is_alive():  # if the thread only starts now, it finds the None and stops
+        if thread.is_alive():  # a thread that starts later finds None in `free`, and stops
             # 2 s are longer than a disk read takes. A thread that waits for the network is
             # abandoned
             thread.join(timeout=2)

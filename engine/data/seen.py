@@ -37,10 +37,10 @@ from omnilead.data_tools.io.terminal import tell
 from ..settings.errors import ConfigError
 from .patients import OWNER_COLUMNS, batches_with_masks, keyed_digests, owners_and_known
 
-# ascending: if a crop had several uses, the last in this order counts
+# in ascending order: if a crop had several uses, the last of them in this tuple counts
 USES = ("unlabelled", "selected", "labelled")
 LABELLED = USES.index("labelled")
-# The same for all models: hashes names that are public, and pseudonyms
+# hash key of names that are public, and of pseudonyms; the same for all models
 PUBLIC_NAME_KEY = b"omnilead seen"
 # With 48 bits, and 10^7 patients and as many waveforms in the record, one in 14 million others is
 # mistaken for seen
@@ -50,8 +50,8 @@ SEEN_SCHEMA = pa.schema(
         ("hash", pa.int64()),  # ascending
         ("patient", pa.bool_()),  # else a waveform
         ("use", pa.int8()),  # index of USES
-        # True if an earlier version hashed, without a key, a name that may not be public: not to be
-        # published
+        # True: an earlier version hashed a name without a key although it may not be public; such a
+        # hash must not be published
         ("guessable", pa.bool_()),
     ]
 )
@@ -107,8 +107,8 @@ def seen_record_of_crops(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Tab
 
 
 def dataset_key_marks(dataset: Dataset) -> set[str]:
-    """Returns a set with the mark of this dataset's key, or an empty set. The mark tells which
-    key hashed the names that are not public."""
+    """Returns a set with the mark of this dataset's key, or an empty set if it has none. The mark
+    tells which key hashed the names that are not public."""
     return {dataset.name_mark} if dataset.name_mark else set()
 
 
@@ -152,14 +152,14 @@ def read_seen_record(path: Path) -> pa.Table:
     try:
         seen = pq.ParquetFile(path).read(use_threads=False)
         if seen.schema != SEEN_SCHEMA or any(column.null_count for column in seen.columns):
-            raise ValueError("its columns are not those of seen.parquet")
+            raise ValueError("its columns are not as omnilead writes them")
         if not np.isin(seen["use"].to_numpy(), range(len(USES))).all():
-            raise ValueError("its column use has an unknown value")
+            raise ValueError("its column `use` has an unknown value")
         key_marks(seen)
     except (OSError, ValueError, pa.ArrowException) as error:
         why = str(error).splitlines()[0]
         raise ConfigError(f"{path}: cannot be read: {why}: copy it again") from None
-    # a file of an earlier version, which does not say which of its names are public
+    # a file of an earlier version does not say which of its names are public: all count as guessable
     if KEY_MARKS not in (seen.schema.metadata or {}):
         place = seen.schema.get_field_index("guessable")
         seen = seen.set_column(place, SEEN_SCHEMA.field(place), seen["patient"])
@@ -173,7 +173,7 @@ def read_seen_record(path: Path) -> pa.Table:
 
 
 def without_guessable_hashes(seen: pa.Table) -> pa.Table:
-    """Returns the record without the hashes of names that could be guessed."""
+    """Returns the rows of `seen` without the hashes of names that could be guessed."""
     return seen.filter(pc.invert(seen["guessable"]))
 
 
@@ -202,7 +202,7 @@ class CropUses(NamedTuple):
     none."""
 
     waveform: np.ndarray
-    owner: np.ndarray  # use of any crop of the same patient
+    owner: np.ndarray  # highest use of any crop of the same patient
     owner_hash: np.ndarray  # a number that is equal for crops of the same patient
 
 
@@ -271,8 +271,8 @@ def seen_notes(
 
 
 def unknown_key_notes(seen: pa.Table, known_marks: set[str]) -> list[str]:
-    """Returns a sentence if some patients in the record were hashed with a key whose mark is not
-    in `known_marks`; else nothing."""
+    """Returns a list of one sentence if some patients in `seen` were hashed with a key whose mark
+    is not in `known_marks`; else an empty list."""
     if key_marks(seen) <= known_marks:
         return []
     return [

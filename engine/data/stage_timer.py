@@ -45,7 +45,7 @@ class StageTimer:
     def add(self, stage: str, seconds: float) -> None:
         self._busy_s[stage] += seconds
 
-    def pause(self, seconds: float) -> None:
+    def exclude(self, seconds: float) -> None:
         """Leaves `seconds` out of the profile: time that was not training, such as validation."""
         self._since += seconds
 

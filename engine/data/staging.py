@@ -31,7 +31,7 @@ from omnilead.data_tools.io.storage import write_at
 PART_BYTES = 8 * 2**20
 DOWNLOADS = 4  # concurrent downloads; each takes memory for one part only
 POLL_S = 0.05  # seconds between looks at what other processes have done
-# how often to try, and how long to wait at most, while other processes hold the space
+# while other processes hold the space: number of tries, and longest pause between two in seconds
 TRIES, WAIT_S = 6, 10.0
 MORE_SPACE = "raise pipeline.cache_bytes, or lower pipeline.block_shards"
 CACHED_NAME = re.compile(r"[0-9a-f]{64}\.(?:tar|partial)", re.ASCII)
@@ -273,7 +273,7 @@ class Staging:
                 else "its bytes fail their sha256"
             )
             raise DatasetError(
-                f"{self._file_name(key)}: {fault}, twice (in two downloads): restore it"
+                f"{self._file_name(key)}: {fault}, twice (in two downloads): restore the file"
             )
         except FileNotFoundError:
             raise DatasetError(f"{self._file_name(key)}: no such file: restore it") from None
@@ -282,9 +282,9 @@ class Staging:
             os.close(lock)
 
     def _make_room(self, key: Key | None, need: int, needed: bool) -> bool:
-        """Makes room for `need` bytes and returns True if there is enough. Evicts unlocked
-        files, the least recently used first. Shards that the order needs now or next are evicted
-        only for a shard that is `needed` at once; the one that the order needs last goes first."""
+        """Makes room for `need` bytes, and returns True if there is enough. Evicts unlocked
+        files, the least recently used first. `needed`: if that is not enough, also evicts
+        shards that the order needs now or next, beginning with the one that it needs last."""
         files = []
         for entry in os.scandir(self.cache):
             if CACHED_NAME.fullmatch(entry.name):

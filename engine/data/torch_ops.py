@@ -49,8 +49,8 @@ class TorchOps:
         return matrix @ x
 
     def multiply(self, x: Tensor, factor: Tensor) -> Tensor:
-        """Multiplies x by `factor` in place. A new tensor would make DALI's batch with physio3
-        on a CPU a fifth slower."""
+        """Multiplies x by `factor` in place. A new tensor would make a batch of the DALI backend
+        with physio3 on a CPU a fifth slower."""
         return _copy_if_two_views(x, factor).mul_(factor)
 
     def add(self, x: Tensor, waves: Sequence[Wave]) -> Tensor:
@@ -100,7 +100,6 @@ class TorchOps:
 
 
 def _copy_if_two_views(x: Tensor, other: Tensor) -> Tensor:
-    """Returns x. If x has one half and `other` makes two views of it, returns a copy of x in the
-    shape of both together."""
+    """Returns x; if x has one view and `other` has two, returns a copy of x with two views."""
     shape = torch.broadcast_shapes(x.shape, other.shape)
     return x if x.shape == shape else x.expand(shape).clone()

@@ -31,7 +31,7 @@ MAX_CHARACTERS = 500  # longest expression; this also limits how deep it can be 
 MAX_SHOWN_DEPTH = 100
 HOW_TO_WRITE = 'write, for example, age >= 18 and not flags.einthoven, sex == "F", record in ["A", "B"], age is None'
 FLAG_COLUMNS = [f"flags.{flag}" for flag in CROP_FLAGS]
-FUNCTIONS: dict[type[ast.AST], Any] = {
+ARROW_FUNCTIONS: dict[type[ast.AST], Any] = {
     ast.And: pc.and_kleene,
     ast.Or: pc.or_kleene,
     ast.Not: pc.invert,
@@ -51,7 +51,7 @@ def where_mask(dataset: Dataset, where: str, cells: pa.Table | None = None) -> n
     table, with a row for each crop; they take precedence over the dataset's columns."""
     try:
         if len(where) > MAX_CHARACTERS:
-            raise ValueError(f"has more than {MAX_CHARACTERS} characters")
+            raise ValueError(f"has more than {MAX_CHARACTERS} characters: shorten it")
         truth = _Evaluator(dataset, cells).evaluate(_parse_expression(where.strip()))
         if not isinstance(truth, pa.BooleanArray):
             raise ValueError(f"must be true or false for each crop: {HOW_TO_WRITE}")
@@ -109,9 +109,9 @@ class _Evaluator:
             case ast.Attribute(ast.Name(name), item):
                 return self.column(f"{name}.{item}")
             case ast.UnaryOp(ast.Not() | ast.USub() as op, part):
-                return FUNCTIONS[type(op)](self.evaluate(part))
+                return ARROW_FUNCTIONS[type(op)](self.evaluate(part))
             case ast.BoolOp(op, parts):
-                return reduce(FUNCTIONS[type(op)], map(self.evaluate, parts))
+                return reduce(ARROW_FUNCTIONS[type(op)], map(self.evaluate, parts))
             case ast.Compare(left, ops, others):
                 return reduce(pc.and_kleene, map(self.compare, [left, *others], ops, others))
         raise ValueError(f"{_expression_text(node)} cannot be used: {HOW_TO_WRITE}")
@@ -127,7 +127,7 @@ class _Evaluator:
                 return pc.is_null(self.evaluate(left))
             case ast.IsNot(), ast.Constant(None):
                 return pc.is_valid(self.evaluate(left))
-        if type(op) not in FUNCTIONS:
+        if type(op) not in ARROW_FUNCTIONS:
             raise ValueError(
                 f"{_expression_text(right)} cannot be used after is or in: {HOW_TO_WRITE}"
             )
@@ -135,7 +135,7 @@ class _Evaluator:
         if sum(pa.types.is_string(side.type) for side in sides) == 1:
             # a label table holds numbers as text, and words such as NA where a number is missing
             sides = [pc.cast(_words_as_null(side), pa.float64()) for side in sides]
-        return FUNCTIONS[type(op)](*sides)
+        return ARROW_FUNCTIONS[type(op)](*sides)
 
     def column(self, name: str) -> pa.Array:
         of_labels = self.cells.column_names

@@ -66,10 +66,10 @@ class CropWriter:
 
 
 class SingleCropWriter(CropWriter):
-    """Augments each crop in three passes without scratch memory. Can be used for halves of all
-    12 leads if all stages support it (Stage.fits_single_crop_writer). Everything that does not
-    depend on the signals is computed once for the whole batch, because numpy and torch calls for
-    one crop cost more than their arithmetic."""
+    """Augments each crop in three passes without scratch memory. `crop_writer` chooses it for
+    halves of all 12 leads if all stages support it (Stage.fits_single_crop_writer). Everything
+    that does not depend on the signals is computed once for the whole batch, because numpy and
+    torch calls for one crop cost more than their arithmetic."""
 
     crops_per_write = 1
 
@@ -103,7 +103,7 @@ class SingleCropWriter(CropWriter):
         (i,) = positions
         out_SLT = self.out[i]
         halves_SLT = crops_BLT.view(len(ALL_LEADS), 2, HALF).transpose(0, 1)
-        # in two steps: torch.mul takes up to a fifth longer
+        # in two steps, because one torch.mul would take up to a fifth longer
         out_SLT.copy_(halves_SLT).mul_(self.scale[i])
         if self.waves:
             out_SLT.addcmul_(self.keep[i], self.waves[i])

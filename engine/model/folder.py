@@ -34,7 +34,7 @@ from omnilead.data_tools.io.terminal import tell
 
 from ..data import seen
 from ..settings.errors import ConfigError
-from ..settings.files import CONFIGS, FILE_NAME, plugin_file
+from ..settings.files import CODE_FILE_NAME, CONFIGS, plugin_file
 from .config import ModelConfig, parse_settings
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ def published_files(document: Mapping[str, Any], place: str | Path) -> list[str]
                 "and would replace that module: the model's owner must rename the file and train again"
             )
     known = {WEIGHTS, PREPROCESSING, CARD, SEEN} | {
-        name for name in plugins if name.endswith(".py") and FILE_NAME.fullmatch(name)
+        name for name in plugins if name.endswith(".py") and CODE_FILE_NAME.fullmatch(name)
     }
     return sorted(known & listed)
 

@@ -46,8 +46,8 @@ ALLOW_CODE_OPTION: Any = {
     "action": "store_true",
     "help": "allow running the custom encoder or head code in the model folder",
 }
-# how long the other ranks wait for rank 0 to print; torchrun kills them 0.1 s after rank 0 exits,
-# deepspeed after 1 s
+# how long the other ranks wait while rank 0 prints why the command fails; torchrun kills them 0.1 s
+# after rank 0 exits, deepspeed after 1 s
 OTHER_RANKS_WAIT_S = 10.0
 # how long to wait for deepspeed's end; deepspeed itself waits 30 s for ranks that do not end
 DEEPSPEED_END_TIMEOUT_S = 60
@@ -201,7 +201,7 @@ def _parse_override(override: str) -> tuple[str, Any]:
 
 
 def command_parser(name: str, about: str | None) -> Parser:
-    """Returns a parser whose help shows the text `about` a command with its own line breaks."""
+    """Returns a parser for a command. Its help keeps the line breaks of the text `about`."""
     as_written = argparse.RawDescriptionHelpFormatter
     return Parser(f"omnilead {name}", description=about, formatter_class=as_written)
 
@@ -225,9 +225,9 @@ def parse_action(
     actions: Actions,
     arguments: Sequence[str] | None,
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Returns (function of the chosen action, its arguments). `actions`: for each action's name,
-    (function, whose parameters declare the options; what the action does; arguments of an
-    example)."""
+    """Returns (function of the chosen action, its arguments). `actions` maps the name of each
+    action to a tuple of three: its function, whose parameters declare the options; a text that
+    says what it does; the arguments of an example."""
     parser = command_parser(name, about)
     commands = parser.add_subparsers(dest="action", required=True, metavar="|".join(actions))
     for action, (function, text, example) in actions.items():
@@ -306,10 +306,10 @@ def local_run_path(text: str) -> Path:
 
 
 def tell_failure(program: str, message: str, code: int) -> None:
-    """Prints why a command fails. With code 2, all ranks usually fail for the same reason, so
-    rank 0 prints it and the others wait, because a launcher kills all ranks as soon as one
-    exits. A rank that is still alive after the wait has failed alone, and prints its own reason.
-    Ctrl-C (code 130) reaches all ranks, so only rank 0 prints it."""
+    """Prints why a command fails. With code 2, all ranks usually fail for the same reason. Rank 0
+    then prints it, and the others wait for the launcher to kill them, which it does as soon as
+    one rank exits. A rank that is still alive after the wait has failed alone, and prints its own
+    reason. Ctrl-C (code 130) reaches all ranks, so only rank 0 prints it."""
     rank = os.environ.get("RANK", "0")
     if code == 130 and rank != "0":
         return
@@ -400,8 +400,9 @@ def one_blas_thread() -> None:
 
 
 def handle_interrupts(name: str) -> None:
-    """Makes Python print one line instead of a traceback after Ctrl-C (exit code 130) or a lack
-    of memory. Call before importing torch, which takes seconds."""
+    """Makes Python print one line instead of a traceback after Ctrl-C (exit code 130) or when
+    memory runs out. Call it before importing torch: this import takes seconds, in which somebody
+    may press Ctrl-C."""
     guard_streams()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -29,7 +29,7 @@ _RADIUS_KEY = 0x8CB92BA72F3D8DD7
 _ANGLE_KEY = 0xAEF17502108EF2D9
 _ALL_BITS = 2**64 - 1
 
-MAX_SIZE = 2**40  # largest number of elements that `permute` takes
+MAX_PERMUTED = 2**40  # largest number of elements that `permute` takes
 # Half rounds of the Feistel network. With 6, pairs of elements are visibly dependent in
 # permutations of fewer than 50 elements; with 8, only of fewer than 17
 FEISTEL_HALF_ROUNDS = 8
@@ -114,7 +114,7 @@ def permute(i: Counter, n: Counter, key: Counter) -> np.ndarray:
     x = np.broadcast_to(i, shape).reshape(-1)
     size = _flatten(np.asarray(n), shape)
     keys = _flatten(bits(key), shape)
-    if x.size and (size.min() < 1 or size.max() > MAX_SIZE or x.min() < 0 or (x >= size).any()):
+    if x.size and (size.min() < 1 or size.max() > MAX_PERMUTED or x.min() < 0 or (x >= size).any()):
         raise ValueError(
             f"permute: element {x.max()} of {size.min()}: 0 <= element < size <= 2**40 must hold"
         )

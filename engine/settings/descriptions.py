@@ -27,7 +27,7 @@ def described_schema(settings: type[BaseModel]) -> dict[str, Any]:
 
 
 def sections(settings: type) -> set[type]:
-    """The class itself and those of the sections inside it."""
+    """Returns this class and the classes of all sections inside it."""
     found = {settings}
     fields: dict[str, Any] = getattr(settings, "__pydantic_fields__", {})
     for field in fields.values():

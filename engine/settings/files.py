@@ -21,7 +21,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 OWN_CODE = re.compile(r"(?s).+\.py:\w+")  # file.py:Name, a function or class in the user's own code
 CODE_FOLDER = "code"  # folder of a run for copies of the files of the user's own code
-FILE_NAME = re.compile(r"\w[\w.-]{0,99}")  # what a file in a model folder may be called
+CODE_FILE_NAME = re.compile(r"\w[\w.-]{0,99}")  # what a file of the user's own code may be called
 
 
 def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def plugin_file(spec: str) -> Path | None:
 
 
 def portable_spec(spec: str) -> str:
-    """Returns `spec` without the folder of its file: a model folder has the file next to the
-    weights."""
+    """Returns `spec` without the folder of its file, because a model folder holds the file beside
+    the weights."""
     return f"{file.name}:{spec.rpartition(':')[2]}" if (file := plugin_file(spec)) else spec
 
 
@@ -96,8 +96,8 @@ def read_plugin_files(
     files = dict(others or {})
     for setting, spec in settings:
         if file := plugin_file(spec):
-            # publishing a model leaves out files with other names
-            if not FILE_NAME.fullmatch(file.name):
+            # a file with another name would be left out when the model is published
+            if not CODE_FILE_NAME.fullmatch(file.name):
                 raise ConfigError(
                     f"{setting}={spec}: name the file with letters, digits, _, - and . only"
                 )

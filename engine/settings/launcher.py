@@ -20,7 +20,7 @@ def launched_rank() -> LaunchedRank:
     try:
         rank, world, local = (int(os.environ.get(name, default)) for name, default in names)
         if not 0 <= rank < world:
-            raise ValueError(f"RANK={rank} is not from 0 to below WORLD_SIZE={world}")
+            raise ValueError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world}")
     except ValueError as error:
         raise ConfigError(
             f"RANK, WORLD_SIZE, LOCAL_RANK in the environment: {error}: start with deepspeed or "

@@ -27,7 +27,7 @@ LEAD_SUBSETS = {
 }
 
 
-_INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)}
+_INDEX_OF_LEAD = {lead.upper(): i for i, lead in enumerate(LEADS)}
 
 
 def leads_in_order(leads: str | int | Iterable[str], key: str = "leads") -> tuple[int, ...]:
@@ -38,12 +38,12 @@ def leads_in_order(leads: str | int | Iterable[str], key: str = "leads") -> tupl
     if text.strip() in LEAD_SUBSETS:
         return LEAD_SUBSETS[text.strip()]
     names = [name.strip().upper() for name in text.split(",")]
-    unknown = [name for name in names if name not in _INDEX]
+    unknown = [name for name in names if name not in _INDEX_OF_LEAD]
     if unknown:
         raise ConfigError(f"{key}={text!r}: no lead is called {unknown[0]!r}: {mend}")
     if len(set(names)) < len(names):
         raise ConfigError(f"{key}={text!r}: a lead is named twice: {mend}")
-    return tuple(_INDEX[name] for name in names)
+    return tuple(_INDEX_OF_LEAD[name] for name in names)
 
 
 def parse_leads(leads: str | int | Iterable[str], key: str = "leads") -> tuple[int, ...]:

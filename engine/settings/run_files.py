@@ -24,7 +24,7 @@ LOCK = ".lock"  # locked while a process trains in RUN
 REPORT = "report.html"
 
 
-MAX_NUMBER = 1e12  # larger numbers cannot be steps, losses, rates or seconds
+MAX_PLAUSIBLE_NUMBER = 1e12  # larger numbers cannot be steps, losses, rates or seconds
 
 
 LABELS = "labels.parquet"  # the label table that a run was fine-tuned on
@@ -64,7 +64,7 @@ def crops_and_seconds(rows: list[dict[str, Any]]) -> list[tuple[float, float]]:
     for row in rows:
         seen, rate = number_or_nan(row.get("crops_seen")), number_or_nan(row.get("crops_per_s"))
         seconds = (seen - before) / rate if rate > 0 else math.nan
-        if 0 < seconds < MAX_NUMBER:
+        if 0 < seconds < MAX_PLAUSIBLE_NUMBER:
             spans.append((seen - before, seconds))
         if math.isfinite(seen):
             before = seen
@@ -73,6 +73,8 @@ def crops_and_seconds(rows: list[dict[str, Any]]) -> list[tuple[float, float]]:
 
 def number_or_nan(value: Any) -> float:
     is_number = (
-        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) < MAX_PLAUSIBLE_NUMBER
     )
     return float(value) if is_number else math.nan

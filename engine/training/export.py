@@ -65,7 +65,7 @@ class SeenData(NamedTuple):
 
     # crops that the weights have seen, including those that the starting model had seen
     seen: pa.Table
-    # fingerprint of a dataset -> how often each of its crops was drawn (Order.draw_counts)
+    # fingerprint of a dataset -> how often each of its crops was drawn (Order.times_drawn)
     times_drawn: dict[str, np.ndarray]
     # lowest and highest rate at which the labelled crops were recorded; []: no crop is labelled, or
     # the rates are unknown

@@ -287,7 +287,7 @@ class Loop:
             self.logger.log_validation(counts | row)
         if self.progress.step > 0:  # the untrained model never counts as the best
             self._compare_with_best(row)
-        self.loader.meter.pause(time.perf_counter() - started_s)
+        self.loader.meter.exclude(time.perf_counter() - started_s)
 
     def _compare_with_best(self, row: dict[str, float]) -> None:
         name, sign = self.task.best

@@ -307,7 +307,7 @@ class PretrainTask(TrainingTask):
         if config.data.dedup:
             selection = Selection(rows=first_of_each_waveform(config, datasets)[0])
         order = crop_order(config.loader, datasets, selection)
-        times_drawn = zip(datasets, order.draw_counts(state["crops_seen"]), strict=True)
+        times_drawn = zip(datasets, order.times_drawn(state["crops_seen"]), strict=True)
         use = "labelled" if config.objective.attributes else "unlabelled"
         return [(dataset, times, use) for dataset, times in times_drawn]
 

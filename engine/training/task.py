@@ -137,7 +137,7 @@ class TrainingTask(ABC):
         config: Any, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
     ) -> list[tuple[Dataset, np.ndarray, str]]:
         """Returns, for each dataset, (the dataset; how often the checkpoint's weights have seen
-        each of its crops; how they were used). Counts are like those of Order.draw_counts; uses are
+        each of its crops; how they were used). Counts are like those of Order.times_drawn; uses are
         named in engine.data.seen."""
 
     @staticmethod

@@ -140,7 +140,7 @@ def test_how_often_each_crop_was_drawn(rows, weights, block_shards):
     made = Order(rows, 6, seed=3, weights=weights, block_shards=block_shards)
     for crops in (0, 6, 12, 18, 30, 96, 120, 600):
         places = made.places(0, crops)
-        for d, times in enumerate(made.draw_counts(crops)):
+        for d, times in enumerate(made.times_drawn(crops)):
             of_dataset = places.row[places.dataset == d]
             assert times.tolist() == np.bincount(of_dataset, minlength=len(times)).tolist()
 

@@ -72,7 +72,7 @@ class Leads(Stage):
 class RandomLeadSettings(LeadSettings):
     # random lead masking: probability of zeroing each lead of each half; 0 = off
     rlm: Annotated[float, Field(ge=0, le=1)] = 0.5
-    # true: at least one lead of each half stays unmasked; the paper's masking may mask all leads
+    # true: at least one lead of each half stays unmasked; Oh et al. 2022 may mask all leads
     rlm_keep_one: bool = False
 
 
@@ -118,7 +118,8 @@ class RandomLeads(UsableLeads):
 
     @property
     def changes_zeros(self) -> bool:
-        """True with `rlm_keep_one`: the lead that is always kept must be one that was measured."""
+        """True with `rlm_keep_one`: the stage leaves zeros as they are, but must know which leads
+        were measured, since it keeps one of these."""
         return self.settings.rlm_keep_one
 
     @property

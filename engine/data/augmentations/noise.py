@@ -20,7 +20,7 @@ from .stage import (
     ONE_DRAW_FOR_ALL_LEADS,
     STRICT,
     TAU,
-    WHITE_BANK,
+    WHITE_BANK_SIZE,
     Node,
     Nodes,
     Noise,
@@ -44,8 +44,8 @@ Millivolts = Annotated[float, Field(ge=0, le=10)]
 
 @checked_dataclass(frozen=True, config=STRICT)
 class AmplitudeMv:
-    """Largest amplitude of each kind of noise in mV. The defaults are the paper's; the authors'
-    code uses 0.1 (tasks/ecg_pretraining.py:136)."""
+    """Largest amplitude of each kind of noise in mV. The defaults are those of Oh et al. 2022; the
+    code of the paper's authors uses 0.1 (fairseq-signals tasks/ecg_pretraining.py:136)."""
 
     powerline: Millivolts = 0.5  # mains hum
     emg: Millivolts = 0.5  # muscle noise
@@ -78,13 +78,13 @@ class NoiseSettings(LeadSettings):
         )
 
     @property
-    def refits_limb_leads(self) -> bool:
+    def recomputes_limb_leads(self) -> bool:
         authors = any(kind in AUTHORS_NOISE for kind in self.kinds)
         return bool(self.kinds) and (authors if self.dependency is None else self.dependency)
 
     @property
     def noise_leads(self) -> tuple[int, ...]:
-        return ALL_LEADS if self.refits_limb_leads else self.output_leads
+        return ALL_LEADS if self.recomputes_limb_leads else self.output_leads
 
 
 class PhysiologicalNoise(Noise):
@@ -146,10 +146,11 @@ class Powerline(PhysiologicalNoise):
     def draw(self, random: Random) -> Params:
         count = self.settings.powerline_components
         share = random.uniform(self.stream, self.leads, range(2, 2 + count))
-        # all components have the same phase, as in the paper
+        # all components have the same phase, as in Oh et al. 2022
         turn = random.uniform(self.stream, self.leads)
         hz: Any = self.settings.powerline_hz
-        # the authors' code picks 50 or 60 Hz at random (augmentations.py:61)
+        # the code of the paper's authors picks 50 or 60 Hz at random (fairseq-signals
+        # augmentations.py:61)
         if self.is_authors_variant:
             american = random.uniform(self.stream, ONE_DRAW_FOR_ALL_LEADS, [1]) >= 0.5
             hz = np.where(american, 60, 50)
@@ -176,10 +177,11 @@ class Emg(PhysiologicalNoise):
 
     def draw(self, random: Random) -> Params:
         leads = self.settings.noise_leads
-        # each lead has its own amplitude in the authors' code (augmentations.py:92)
+        # each lead has its own amplitude in the code of the paper's authors (fairseq-signals
+        # augmentations.py:92)
         share = random.uniform(self.stream, leads if self.is_authors_variant else self.leads)
         place = random.uniform(RandomStream.WHITE, leads)
-        start = place * (WHITE_BANK - random.samples)
+        start = place * (WHITE_BANK_SIZE - random.samples)
         return {
             "emg_amplitude": share * self.settings.amplitude_mv.emg,
             "white_start": start.astype(np.int32),
@@ -202,7 +204,8 @@ class Wander(PhysiologicalNoise):
         leads, first = self.leads, [3 * WANDER_COMPONENTS]
         share = random.uniform(self.stream, leads, range(WANDER_COMPONENTS))
         turn = random.uniform(self.stream, leads, range(WANDER_COMPONENTS, 2 * WANDER_COMPONENTS))
-        # the authors' code draws three frequencies, and C for each lead (augmentations.py:160-180)
+        # the code of the paper's authors draws three frequencies, not one and its multiples, and C for
+        # each lead (fairseq-signals augmentations.py:160-180)
         if self.is_authors_variant:
             place = random.uniform(
                 self.stream,
@@ -229,8 +232,9 @@ class Wander(PhysiologicalNoise):
 
 class Shift(PhysiologicalNoise):
     """Jumps of the baseline: n(t) = n from start to stop and 0 elsewhere, n ~ U(-max, max). The
-    paper only says "a randomly sampled span". Here its length is drawn from N(0.2 T, (0.04
-    T)^2), as in the authors' code, and its position is uniform."""
+    paper (Oh et al. 2022) only says "a randomly sampled span". Here the length of the span is
+    drawn from N(0.2 T, (0.04 T)^2), as in the code of the paper's authors, and its position is
+    uniform."""
 
     kind = "shift"
     stream = 9
@@ -249,10 +253,10 @@ class Shift(PhysiologicalNoise):
         start = np.floor(place * (random.samples - length))
         u = random.uniform(self.stream, self.leads)
         amplitude = (2 * u - 1) * self.settings.amplitude_mv.shift
-        # The authors' code takes +1 or -1 mV for each lead, and subtracts one U(0, max) for all
-        # leads (augmentations.py:124-126). They probably meant to multiply.
+        # The code of the paper's authors takes +1 or -1 mV for each lead, and subtracts one U(0, max)
+        # for all leads (fairseq-signals augmentations.py:124-126). They probably meant to multiply
+        # the two.
         if self.is_authors_variant:
-            # (augmentations.py:124-126; they probably meant times)
             up = random.uniform(self.stream, self.settings.noise_leads, [3]) < 0.5
             amplitude = np.where(up, 1.0, -1.0) - u * self.settings.amplitude_mv.shift
         stop = np.floor(start + length)
@@ -272,7 +276,7 @@ class LimbLeads(Stage):
 
     @property
     def active(self) -> bool:
-        return self.settings.refits_limb_leads
+        return self.settings.recomputes_limb_leads
 
     def apply(self, x: Node, p: Nodes, ops: Any) -> Node:
         leads = [ops.lead(x, lead) for lead in ALL_LEADS]

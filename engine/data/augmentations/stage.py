@@ -24,9 +24,9 @@ from ...settings.counter import RandomStream
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 ONE_DRAW_FOR_ALL_LEADS = (0,)  # given in place of lead numbers: one draw for all leads
 TAU = 2 * math.pi
-# Numbers in the bank of white noise. They take 16 MiB, which fits in a CPU's cache, and the noise
-# of two leads overlaps with probability 0.001
-WHITE_BANK = 2**22
+# How many numbers the bank of white noise has. They take 16 MiB, which fits in a CPU's cache; the
+# noise of two leads is cut from overlapping places with probability 0.001
+WHITE_BANK_SIZE = 2**22
 Params = dict[str, np.ndarray]
 Node = Any  # a tensor, or a node of a DALI graph
 Nodes = Mapping[str, Node]
@@ -121,7 +121,9 @@ class Stage(ABC):
         """Returns the augmented `x`, and may overwrite `x`. `ops`: TorchOps or dali.DaliOps.
         Subclasses of Noise define `wave` instead. A stage with neither raises an error, so that
         it is not skipped silently."""
-        raise TypeError(f"augmentation {type(self).__name__}: has neither apply() nor wave()")
+        raise TypeError(
+            f"augmentation {type(self).__name__}: has neither apply() nor wave(): define one"
+        )
 
 
 class Noise(Stage):
@@ -167,7 +169,7 @@ def time_axes(samples: int, fs_hz: float) -> Iterator[np.ndarray]:
 
 @lru_cache(maxsize=1)  # all loaders of a run share the bank
 def white_bank(seed: int) -> np.ndarray:
-    """Returns WHITE_BANK standard normal float32 numbers, drawn once in 0.2 s. Fresh numbers for
-    each crop would cost ten times as much as all other draws."""
-    numbers = counter.normal(seed, RandomStream.WHITE, np.arange(WHITE_BANK))
+    """Returns WHITE_BANK_SIZE standard normal float32 numbers, drawn once in 0.2 s. Fresh numbers
+    for each crop would cost ten times as much as all other draws."""
+    numbers = counter.normal(seed, RandomStream.WHITE, np.arange(WHITE_BANK_SIZE))
     return numbers.astype(np.float32)

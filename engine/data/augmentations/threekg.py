@@ -11,8 +11,8 @@ from .leads import LeadSettings, limb_leads
 from .stage import ONE_DRAW_FOR_ALL_LEADS, STRICT, Node, Nodes, Params, Random, Stage
 
 # Maps I, II and V1 to V6 to Frank's X (left), Y (inferior) and Z (posterior): Edenbrandt and Pahlm
-# 1988. The pseudo-inverse of this matrix equals Dower's matrix to within 0.005. Since this matrix
-# inverts it exactly, the dipole of a view is exactly the rotated dipole.
+# 1988. The pseudo-inverse, DOWER, equals Dower's matrix to within 0.005. INVERSE_DOWER inverts DOWER
+# exactly, so the dipole of a view is exactly the rotated dipole.
 INVERSE_DOWER = np.array(
     [
         [0.156, -0.010, -0.172, -0.074, 0.122, 0.231, 0.239, 0.194],

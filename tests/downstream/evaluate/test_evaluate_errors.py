@@ -45,7 +45,7 @@ def test_data_without_held_out_crops(data, diagnostic, refused, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Dataset, "labels", np.zeros((len(data), 26), bool))
         refused(r"none of its \d+ crops with dx=test has a scored diagnosis", diagnostic)
-    monkeypatch.setattr(Datasets, "select", lambda self, identity: np.zeros(0, int))
+    monkeypatch.setattr(Datasets, "rows_with_id_role", lambda self, identity: np.zeros(0, int))
     monkeypatch.setattr(TaskLabels, "rows_of_all_datasets", lambda self, *split: np.zeros(0, int))
     refused("no crop has dx=test: .*--plan paper, .* shard --dx-sources", diagnostic)
     refused("no crop has id=gallery", diagnostic, "--task", "identification")

@@ -21,7 +21,7 @@ from augmenting import (
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.noise import AmplitudeMv
-from omnilead.engine.data.augmentations.stage import WHITE_BANK
+from omnilead.engine.data.augmentations.stage import WHITE_BANK_SIZE
 from omnilead.engine.data.augmentations.threekg import ThreeKG
 from omnilead.engine.data.torch_ops import TorchOps
 
@@ -57,7 +57,7 @@ def test_the_papers_distributions(per_lead):
         ("powerline_amplitude", 0, 0.5),
         ("powerline_phase", 0, 2 * np.pi),
         ("emg_amplitude", 0, 0.4),
-        ("white_start", 0, WHITE_BANK - SAMPLES),
+        ("white_start", 0, WHITE_BANK_SIZE - SAMPLES),
         ("wander_amplitude", 0, 0.3),
         ("wander_phase", 0, 2 * np.pi),
         ("shift_amplitude", -0.2, 0.2),

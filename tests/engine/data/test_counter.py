@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from omnilead.engine.settings.counter import (
+    MAX_PERMUTED,
     MAX_RANKED,
-    MAX_SIZE,
     RandomStream,
     bits,
     mix,
@@ -147,7 +147,7 @@ def test_permute_is_a_bijection(n, key):
     assert (np.sort(permute(np.arange(n), n, key)) == np.arange(n)).all()
 
 
-@given(st.integers(1, MAX_SIZE), keys, st.integers(0, 2**62))
+@given(st.integers(1, MAX_PERMUTED), keys, st.integers(0, 2**62))
 def test_permute_is_a_bijection_for_any_size(n, key, start):
     i = (start + np.arange(300)) % n
     out = permute(i, n, key)
@@ -189,7 +189,7 @@ def test_permuted_neighbours_are_uncorrelated():
         assert abs(np.corrcoef(a, b)[0, 1]) < 0.015
 
 
-@pytest.mark.parametrize("i, n", [(5, 5), (-1, 5), (0, 0), (0, MAX_SIZE + 1), (2**40, 2**40)])
+@pytest.mark.parametrize("i, n", [(5, 5), (-1, 5), (0, 0), (0, MAX_PERMUTED + 1), (2**40, 2**40)])
 def test_permute_refuses_elements_out_of_range(i, n):
     with pytest.raises(ValueError, match="must hold"):
         permute(np.array([i]), n, 0)

@@ -207,7 +207,7 @@ def test_shards_are_needed_in_the_order_in_which_their_crops_come(order, crops_s
     expected = {}
     for d, row, epoch in listed(order.places(crops_seen, 200)):
         expected[d, epoch, int(order.rows[d].shard(np.array([row]))[0])] = None
-    with patch.object(order_module, "LOOK_AHEAD", 64):
+    with patch.object(order_module, "LOOK_AHEAD_CROPS", 64):
         needed = list(islice(shards_needed(order, crops_seen), len(expected)))
     assert needed == [(d, shard) for d, _, shard in expected]
 
