@@ -39,7 +39,7 @@ class AuthorsDraws(NamedTuple):
 
 
 def convert_draws(arrays: Mapping[str, np.ndarray], config: ModelConfig) -> Draws:
-    """Convert the random draws of the paper's authors' code to omnilead.engine.model.draws.Draws."""
+    """Convert the random draws of fairseq-signals to omnilead.engine.model.draws.Draws."""
     mask_RN = torch.from_numpy(arrays["mask_indices"])
     rows, masked = len(mask_RN), int(mask_RN.sum(1)[0])
     slot_RM, valid_RM = masked_slots(mask_RN, masked)
@@ -57,7 +57,8 @@ def convert_draws(arrays: Mapping[str, np.ndarray], config: ModelConfig) -> Draw
 
 
 class AuthorsStep(nn.Module):
-    """The authors' step: returns the loss of a batch, summed over masked tokens, and their number."""
+    """The authors' training step. It returns (the loss of a batch, summed over masked tokens; the number of
+    these tokens)."""
 
     def __init__(self, model: Pretrainer) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class AuthorsStep(nn.Module):
         padding, groups = self.config.position_kernel // 2, position.groups
         y = x.transpose(1, 2)
         y = F.conv1d(y, position.weight(), position.bias, padding=padding, groups=groups)
-        # with an even kernel, y has one token more than x, which is dropped
+        # with an even kernel, y has one token more than x; this last one is dropped
         x = x + F.gelu(y[:, :, :tokens]).transpose(1, 2)
         x = self.dropout(self.encoder.norm(x))
         x = x.transpose(0, 1)  # batch x time x channels becomes time x batch x channels
@@ -137,9 +138,9 @@ class AuthorsStep(nn.Module):
     def quantize_with_perplexity(
         self, x: Tensor, tau: float, noise: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return (the quantised features, the perplexity of the code probabilities). Like the authors, this
-        multiplies one-hot vectors by the codebook, which makes [R * M, G * V, width / G] numbers, and sums
-        over V."""
+        """Return (the quantised features, the perplexity of the code probabilities). As in
+        fairseq-signals, one-hot vectors are multiplied by the codebook, which makes [R * M, G * V, width / G]
+        numbers, and these are summed over V."""
         rows, masked, width = x.shape
         tokens, groups, codes = rows * masked, self.config.codebooks, self.config.codes
         x = self.local.quantizer.logits(x.reshape(-1, width)).view(tokens * groups, codes)
@@ -205,7 +206,7 @@ def cmsc_loss(x: Tensor, patient_id: Tensor, temperature: float) -> Tensor:
 def make_draws(
     config: ModelConfig, negatives: int, rows: int, tokens: int, device: torch.device
 ) -> AuthorsDraws:
-    """Return the draws of a step, made as the authors make them: masks in numpy and negatives in torch on
+    """Return the draws of a step, made as fairseq-signals makes them: masks in numpy and negatives in torch on
     the host, noise on the device of the model."""
     mask = compute_mask_indices(config, rows, tokens)
     masked = int(mask[0].sum())

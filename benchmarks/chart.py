@@ -1,5 +1,6 @@
-"""Draw the chart in README.md, results/speed.svg, and make the tables of ratios in RESULTS.md. Both compare
-how much omnilead and other programs do in a CPU-second, by the newest complete record of each machine.
+"""Draw results/speed.svg, the chart in README.md, and make the tables of ratios in RESULTS.md. Both show how
+much omnilead and other programs do in a CPU-second. The numbers are from the newest complete record of
+each machine.
 
 The SVG is written as text, is readable in light and in dark mode, and is the same for the same records.
 """
@@ -27,11 +28,12 @@ SVG_STYLE = (
 
 
 class Panel(NamedTuple):
-    """A part of the chart, and a table of ratios: programs compared by one benchmark."""
+    """A part of the chart, which compares programs by one benchmark. It also becomes a table of ratios."""
 
     benchmark: str
     title: str
-    programs: dict[str, str]  # name of a program in the chart -> its case in the record; ours first
+    # name of a program in the chart -> its case in the record; omnilead first
+    programs: dict[str, str]
     form: str  # Python's format for the numbers
 
 
@@ -86,13 +88,14 @@ RATIO_NOTE = (
     "`.npy, conversion in NumPy`, and check nothing; omnilead checks crc32c once per crop. \\* re-created: "
     "written by us after fairseq-signals."
 )
-Rates = dict[str, dict[str, float]]  # program -> {machine: rate}, for machines that measured it
+# program -> {machine: rate}, for the machines on which it was measured
+Rates = dict[str, dict[str, float]]
 
 
 def rates_and_parts(panel: Panel, parts: Sequence[Part]) -> tuple[Rates, dict[str, Part]]:
     """Return (the rates of a panel, {machine: the record that its rates come from}). `parts` are records,
-    oldest first. For each machine the newest one counts that has omnilead's case and the case of the next
-    program in the panel."""
+    oldest first. The rates of a machine come from its newest record of a CPU that has the cases of the first
+    two programs of the panel."""
     ours, *others = panel.programs.values()
     sources: dict[str, Part] = {}
     for part in parts:

@@ -1,6 +1,7 @@
-"""Time a training step of ECG-CPC (configs/pretrain/ecg_cpc.yaml) in omnilead and in a re-creation of the
-authors' code, on one thread, with windows of 2.5 s that are in memory. The re-creation computes as the
-authors do:
+"""Time a training step of ECG-CPC (configs/pretrain/ecg_cpc.yaml) in omnilead and in a re-creation of its
+authors' code, on one thread, with windows of 2.5 s that are in memory.
+
+The re-creation computes as the authors do:
 
     network    channels before time; kernels from sums over poles at each frequency (Cauchy), products
                of spectra
@@ -70,7 +71,8 @@ class CpcRun:
 
 
 class AuthorsCpcStep(nn.Module):
-    """A re-creation of the authors' step: returns the loss of a batch, with the weights of `model`."""
+    """A re-creation of the training step of ECG-CPC's authors. It has the weights of `model` and returns the
+    loss of a batch."""
 
     def __init__(self, model: Pretrainer) -> None:
         super().__init__()
@@ -132,7 +134,7 @@ class AuthorsCpcStep(nn.Module):
 
 
 def contrastive_loss(predicted_RnF: Tensor, z_RNF: Tensor, idx_RnK: Tensor) -> Tensor:
-    """Return the loss, computed like the authors' from copies of the candidates of each token. `idx_RnK`
+    """Return the loss of ECG-CPC. As in its authors' code, the candidates of each token are copied. `idx_RnK`
     holds the index of the target, then those of the negatives."""
     rows, tokens, width = z_RNF.shape
     flat = z_RNF.reshape(-1, width)
@@ -161,7 +163,7 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
     cases: Cases = {}
     sides = (OURS, EMBEDDING_SIDE) if device == "cuda" else (RECREATION, OURS, EMBEDDING_SIDE)
     for side, precision in ((side, p) for p in ("fp32", "bf16") for side in sides):
-        if (side, precision) != (RECREATION, "bf16"):  # the authors train in float32 only
+        if (side, precision) != (RECREATION, "bf16"):  # ECG-CPC's authors train in float32 only
             run = CpcRun(side, precision, batch, steps, device)
             cases[run.name] = (repeat_steps, (run,))
     for precision in ("fp32", "bf16"):
@@ -213,7 +215,7 @@ def repeat_steps(run: CpcRun) -> Iterator[Any]:
     torch.set_num_threads(1)
     torch.manual_seed(1)
     if run.device == "cpu":
-        keep_freed_memory()  # applies to omnilead and to the re-creation alike
+        keep_freed_memory()  # for omnilead and for the re-creation alike
     prepare_side = {
         RECREATION: prepare_authors,
         OURS: prepare_ours,

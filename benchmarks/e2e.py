@@ -93,13 +93,14 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
 
 
 def compare_sides(run: LoopRun) -> Result:
-    """Time the sides `bare`, `held` and `loaded` in turns. Return rates and overheads in percent."""
+    """Time the sides `bare`, `held` and `loaded` (see the docstring of this file) in turns. Return their rates
+    and the overheads in percent."""
     return rates_and_percentages(loop_turns(run), run.device)
 
 
 def loop_turns(run: LoopRun) -> Result:
-    """Start a training whose Loop.train takes turns of the run's sides, and return their seconds and
-    CPU-seconds. Loop.train stays replaced for the rest of this process."""
+    """Start a training that runs the sides of `run` in turns, in place of Loop.train. Return what
+    time_sides_in_turns measures. Loop.train stays replaced for the rest of this process."""
     os.environ.update(run.environment)
     import torch
 
@@ -209,7 +210,7 @@ def precision() -> str:
 
 
 def rates_and_percentages(measured: Result, device: str) -> Result:
-    """Return the rates of the sides, and overheads in percent from adjacent turns."""
+    """Return the rates of `loaded` and `bare`, and overheads in percent, which compare adjacent turns."""
     rows = measured.pop("rows")
 
     def percent_above(side: str, other: str) -> dict[str, float]:

@@ -1,5 +1,5 @@
-"""Compare the command `omnilead embed`, which reads an input of some kind and writes embeddings to a parquet
-file, with the encoder alone, which runs on a batch in memory.
+"""Compare the speed of the command `omnilead embed` with that of the encoder alone. The command reads an input
+of some kind and writes embeddings to a parquet file; the encoder runs on a batch in memory.
 
 For each input, a fresh process loads a model with random weights and takes turns: the encoder alone
 on as many crops as the input has, then the command, which reads, prepares and encodes them and

@@ -1,5 +1,5 @@
-"""Run the steps of a plan that produces evidence for pre-training, and write a record of their scores. A
-command that was killed continues when it is started again.
+"""Run the steps of a plan that produces evidence for pre-training, and write a record of their scores. If
+this program was killed, start it again: it then runs the steps that are not done.
 
     python -m benchmarks.evidence cpu --out DIR --jobs 2        configs/evidence/cpu.yaml; also smoke, gpu, or a file of yours
     python -m benchmarks.evidence cpu --out DIR --dry-run       every command, and how long what is left takes
@@ -81,13 +81,13 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def read_plan(tree: Tree, out: Path, only: str = "") -> list[Job]:
-    """Return the steps of the plan in its order. With `only`, return the steps whose names begin with it,
-    and the steps that these need."""
+    """Return the steps of the plan, in the order of the plan. With `only`, return only those whose names begin
+    with it, and the steps that they need."""
     try:
         steps = list(jobs_of_plan(tree, out))
     except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"the plan has the wrong form: {type(error).__name__} {error}: compare it with "
+            f"the plan has the wrong form ({type(error).__name__} {error}): compare it with "
             "configs/evidence/cpu.yaml"
         ) from None
     chosen: set[str] = set()
@@ -113,7 +113,7 @@ def jobs_of_plan(tree: Tree, out: Path) -> Iterator[Job]:
     for step in tree["steps"]:
         value_names = step.get("each", {})
         lists = [values[name] for name in value_names.values()]
-        substitutions = arguments_of_groups(names, words["out"]) | values | words
+        substitutions = named_folders_by_group(names, words["out"]) | values | words
         for combination in itertools.product(*lists):
             job = job_of_step(
                 step, substitutions | dict(zip(value_names, combination, strict=True)), names, out
@@ -122,9 +122,9 @@ def jobs_of_plan(tree: Tree, out: Path) -> Iterator[Job]:
             yield replace(job, minutes=float(tree.get("pace", 1) * step["minutes"]))
 
 
-def arguments_of_groups(names: Sequence[str], out: str) -> dict[str, str]:
-    """Return {group: NAME=FOLDER for each of its steps, separated by spaces}. The name of a step is
-    GROUP/NAME."""
+def named_folders_by_group(names: Sequence[str], out: str) -> dict[str, str]:
+    """Return {group: text}. A step is named GROUP/NAME; the text has NAME=FOLDER for each step of the group,
+    separated by spaces."""
     groups: dict[str, list[str]] = {}
     for name in names:
         group, _, member = name.partition("/")
@@ -133,8 +133,8 @@ def arguments_of_groups(names: Sequence[str], out: str) -> dict[str, str]:
 
 
 def drop_real_steps_without_ecgs(jobs: list[Job], folder: WorkDir) -> list[Job]:
-    """Return the jobs without the steps real-* if a folder of real ECGs that the step real-data reads does
-    not exist, and say so."""
+    """Return the jobs. If a folder of real ECGs that the step real-data reads does not exist, leave out the
+    steps real-* and say so."""
     for job in jobs:
         if job.name == "real-data" and not folder.is_done(job):
             for word in job.command:
@@ -149,8 +149,8 @@ def drop_real_steps_without_ecgs(jobs: list[Job], folder: WorkDir) -> list[Job]:
 
 
 def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
-    """Write DIR/evidence.json, .md and .png from the scores of all finished steps. The record names
-    the finished steps that never ran in DIR."""
+    """Write DIR/evidence.json, .md and .png from the scores of all finished steps. The record lists, as
+    `made_outside`, the finished steps that did not run in DIR."""
     steps, place = read_plan(tree, folder.path), folder.path
     results = {}
     for name, kind in STEP_KIND_OF_RESULT.items():
@@ -177,8 +177,8 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
 
 
 def join_scores(steps: Sequence[Job], folder: WorkDir, kind: str) -> Tree:
-    """Return the joined scores of all steps of a kind. If the plan has no such step, read the scores in
-    DIR/KIND/bench.json, which may have been put there by hand."""
+    """Return the joined scores of all steps of a kind. If the plan has no such step, return the scores
+    in DIR/KIND/bench.json, a file that the user may have put there."""
     scores_of_kind: Tree = {"rows": [], "differences": [], "notes": []}
     paths = [folder.path / step.makes for step in steps if step.kind == kind]
     for path in paths or [folder.path / kind / "bench.json"]:

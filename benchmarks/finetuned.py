@@ -47,7 +47,7 @@ from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.settings.commandline import run_on_ranks
 from omnilead.engine.settings.errors import ConfigError
 
-RANDOM_START = "random"  # the START of runs from random weights; other starts are compared with it
+RANDOM_START = "random"  # the START in the names of runs from random weights; other starts are compared with it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +73,7 @@ def score_runs(options: argparse.Namespace) -> int:
         starts.setdefault(start, {})[seed] = run
     if not starts:
         raise ConfigError(
-            f"no run is named {prefix}START-SEED: give each run as NAME=RUN with such a NAME"
+            f"no NAME has the form {prefix}START-SEED: give each run as NAME=RUN with such a NAME"
         )
     seeds = {start: sorted(runs_by_seed) for start, runs_by_seed in starts.items()}
     if len(set(map(tuple, seeds.values()))) > 1:

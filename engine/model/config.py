@@ -45,8 +45,8 @@ ENCODERS = {
     "s4": "omnilead.engine.model.s4:S4",
 }
 ATTRIBUTES = ("age", "sex")  # in the order of the outputs of Pretrainer.attributes
-# Global objectives of two kinds: functions of the pooled outputs of the encoder, and classes, which run the
-# encoder themselves (engine.model.encoders.build_objective)
+# A global objective is a function of the encoder's pooled outputs, or a class, which runs the encoder itself
+# (engine.model.encoders.build_objective)
 FUNCTION_OBJECTIVES = ("cmsc", "simclr", "3kg")
 CLASS_OBJECTIVES = {
     "cpc": "omnilead.engine.model.cpc:predictive_coding",
@@ -69,8 +69,8 @@ class ModelConfig:
     objective. Other encoders are configured by `options`; they ignore the settings from `conv`
     to `input_dropout`, except `kernels`."""
 
-    # the encoder: "" is the authors' wav2vec 2.0; resnet and s4 come with omnilead; file.py:Class is a class
-    # of yours (see omnilead.engine.model.encoders)
+    # the encoder: "" is the authors' encoder, the wav2vec 2.0 of fairseq-signals; resnet and s4 come with
+    # omnilead; file.py:Class is a class of yours (see omnilead.engine.model.encoders)
     encoder: str = ""
     # arguments of the class of a resnet, an s4 or an encoder of yours
     options: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -80,7 +80,7 @@ class ModelConfig:
         Field(min_length=1, max_length=16),
         # [width, kernel] of each convolution; the stride equals the kernel size
     ] = ((256, 2),) * 4
-    # group: a group norm after the first convolution only, as in the authors' code; layer: a layer norm after
+    # group: a group norm after the first convolution only, as in fairseq-signals; layer: a layer norm after
     # each convolution, as in the paper
     conv_norm: Literal["group", "layer"] = "group"
     feature_grad: Share = 0.1  # factor on the gradient of the convolutions; 0 freezes them
@@ -103,21 +103,21 @@ class ModelConfig:
     codebooks: Count = 2  # number of codebooks of the quantiser
     codes: Count = 320  # number of codes in each codebook
     code_width: Count = 256  # width of a quantised feature, which joins a code of each codebook
-    projection: Count = 256  # width of the projections of contexts and targets that are compared
+    projection: Count = 256  # width to which contexts and targets are projected to be compared
     # first Gumbel temperature; after n updates it is max(tau_start * tau_decay ** n, tau_end)
     tau_start: Annotated[float, Field(ge=1e-3, le=1e3)] = 2.0
     tau_end: Annotated[float, Field(ge=1e-3, le=1e3)] = 0.5  # lowest Gumbel temperature
     # factor on the Gumbel temperature in each update
     tau_decay: Annotated[float, Field(gt=0, le=1)] = 0.999995
-    # share of the tokens that masked spans would cover if no two overlapped; as they do, about half of the tokens
-    # are masked
+    # share of the tokens that masked spans would cover if no two overlapped; because some overlap, about half of
+    # the tokens are masked
     mask_share: Share = 0.65
     mask_span: Count = 10  # length of a masked span, in tokens
-    # count: the number of spans is fixed up to rounding, as in the authors' code; bernoulli: each token starts a
+    # count: the number of spans is fixed up to rounding, as in fairseq-signals; bernoulli: each token starts a
     # span at random, as in the paper
     mask_starts: Literal["count", "bernoulli"] = "count"
     # true: unmask tokens at random until all rows of a batch have as many masked tokens as the row with the fewest,
-    # as in the authors' code
+    # as in fairseq-signals
     mask_trim: bool = False
 
     def __post_init__(self) -> None:
@@ -179,7 +179,7 @@ class ModelConfig:
 @one_line_errors
 @dataclass(frozen=True, config=STRICT)
 class ObjectiveConfig:
-    local: Weight = 1.0  # weight of the local objective (masked tokens)
+    local: Weight = 1.0  # weight of the local objective, the loss on masked tokens
     diversity: Weight = 0.1  # weight of the code diversity loss, part of the local objective
     features: Weight = 10.0  # weight of the feature penalty, part of the local objective
     contrast: Weight = 1.0  # weight of the global objective
@@ -188,15 +188,16 @@ class ObjectiveConfig:
     # arguments of an objective that is a class. cpc: form (`all` with steps, temperature; `sampled` with ahead,
     # negatives); jepa: momentum; a class of yours: its own arguments
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    form: Literal["paper", "authors"] = "paper"  # CMSC as in the paper or as in the authors' code
+    form: Literal["paper", "authors"] = "paper"  # CMSC as in the paper or as in fairseq-signals
     # temperature of the local and the global objective
     temperature: Annotated[float, Field(ge=1e-4, le=1e4)] = 0.1
     # number of negatives for each masked token
     negatives: Annotated[int, Field(ge=1, le=10_000)] = 100
-    # true: candidates and code usage come from all ranks, with gradients; false: from the own rank
+    # true: the candidates of the global objective and the usage of codes come from all ranks, with gradients;
+    # false: from each rank alone
     gathered: bool = True
-    # true: no gradient flows through the norms of the vectors that the global objective compares; with
-    # objective.form=authors it never does
+    # true: no gradient flows through the norms of the vectors that the global objective compares; in CMSC with
+    # objective.form=authors, none ever does
     detach_norm: bool = False
     # number of windows that a step takes from a crop, side by side from a random start; null: two, or one if
     # windows are longer than 5 s
@@ -285,8 +286,8 @@ def flops_per_crop(
 def local_objective_flops(
     config: ModelConfig, tokens: int, width: int, feature_width: int
 ) -> float:
-    """Return the FLOPs of the local objective for one window, forward and backward, with 100 negatives
-    and an encoder whose tokens and features have these widths."""
+    """Return the FLOPs of the local objective for one window, forward and backward, with 100 negatives.
+    `width` and `feature_width` are those of the encoder's tokens and features."""
     heads = (
         width * config.projection
         + feature_width * config.codebooks * config.codes
@@ -297,9 +298,9 @@ def local_objective_flops(
 
 
 def masked_share(config: ModelConfig, tokens: int) -> float:
-    """Return the expected share of masked tokens. It is 1 minus the mean over tokens of the probability
-    that no drawn span covers the token. mask_trim, and that mask_starts=count draws at least two spans, are
-    left out."""
+    """Return the expected share of masked tokens: 1 minus the mean, over the tokens, of the probability that
+    no drawn span covers a token. Two effects are ignored: that of mask_trim, and that mask_starts=count
+    draws at least two spans."""
     starts, rate = tokens - config.mask_span, config.mask_share / config.mask_span
     if config.mask_starts == "bernoulli":
         return 1 - sum((1 - rate) ** min(n + 1, config.mask_span) for n in range(tokens)) / tokens

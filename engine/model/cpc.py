@@ -1,4 +1,4 @@
-"""Contrastive predictive coding (CPC): `objective.method: cpc`.
+"""The objective of contrastive predictive coding (CPC). `objective.method: cpc` chooses it.
 
     z_RNF = features(x)           tokens, each of its own samples (32 ms)
     c_RND = context(z)            each sees itself and those before it: model.causal
@@ -37,8 +37,8 @@ from .objectives import unit_vectors
 
 
 def predictive_coding(encoder: Any, form: str = "all", **options: Any) -> nn.Module:
-    """Return the objective `cpc`. `form` says which tokens of the window are candidates: `all`, or those
-    `sampled`."""
+    """Return the objective `cpc`. `form` says which tokens of the window are candidates: `all` tokens, or
+    tokens that are drawn (`sampled`)."""
     if not getattr(encoder, "causal", False):
         raise ConfigError(
             "needs an encoder that does not look ahead: set model.causal=true and model.conv_norm=layer; "
@@ -71,7 +71,9 @@ class PredictiveCoding(nn.Module):
         z_RNF, _ = encoder.features(x_BSLT.flatten(0, 1))
         c_RND = encoder.context(z_RNF, None)
         if (steps := len(self.maps)) >= (tokens := z_RNF.shape[1]):
-            raise ConfigError(f"steps={steps}: must be less than the {tokens} tokens of a window")
+            raise ConfigError(
+                f"steps={steps}: must be less than the {tokens} tokens of a window: lower it, or raise input.window_s"
+            )
         losses = []
         for ahead, linear in enumerate(self.maps, 1):
             # Each of the first n tokens predicts the token that is `ahead` tokens later
@@ -126,8 +128,8 @@ def draw_candidates(keys_R: Tensor, tokens: int, ahead: int, negatives: int) -> 
 
 
 class Float32Product(torch.autograd.Function):
-    """Return a b^T in float32 from a and b in bfloat16, on a GPU: ten times as fast as a product of float32
-    tensors. The gradient is rounded to bfloat16, as everywhere else in a model in bfloat16."""
+    """Return a b^T in float32 from a and b in bfloat16, on a GPU. This is ten times as fast as a product of
+    float32 tensors. The gradient is rounded to bfloat16, like all others of a model in bfloat16."""
 
     @staticmethod
     def forward(ctx: Any, a_RnF: Tensor, b_RNF: Tensor) -> Tensor:
@@ -147,7 +149,7 @@ class Float32Product(torch.autograd.Function):
         return (g_RnN @ b_RNF)[:, :n], (g_RnN.transpose(1, 2) @ a_RnF)[:, :tokens]
 
 
-# On an H200, products whose numbers of tokens are no multiples of 8 take twice as long
+# On an H200, a matrix product takes twice as long if a number of tokens in it is no multiple of 8
 TOKEN_MULTIPLE = 8
 
 
@@ -166,9 +168,9 @@ def sampled_loss(predicted_RnF: Tensor, z_RNF: Tensor, drawn_RnK: Tensor, ahead:
             s_RnN = predicted_RnF.float() @ z_RNF.float().transpose(1, 2)
     times_RnN = count_draws(drawn_RnK, z_RNF.shape[1])
     times_RnN.diagonal(ahead, 1, 2).fill_(1.0)
-    # This is a logsumexp weighted by the counts. To add the logarithms of the counts would be slow on a
-    # CPU, where a count is 0. Tokens that are no candidates may have larger scores than the largest
-    # candidate, so the clamp keeps their exp finite
+    # This is a logsumexp weighted by the counts. Adding log(count) to the scores instead would be slow on a
+    # CPU where a count is 0. A token that is no candidate may score higher than all candidates, so the clamp
+    # keeps its exp finite
     drawn_RnN = s_RnN.detach().masked_fill(times_RnN == 0, -torch.inf)
     largest_Rn1 = drawn_RnN.amax(2, keepdim=True)
     share_RnN = times_RnN * (s_RnN - largest_Rn1).clamp(max=0).exp()

@@ -88,7 +88,8 @@ def draw_for_step(
 
 
 def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
-    """Return mask_RN, True for the tokens in the spans that are drawn, which may overlap."""
+    """Return mask_RN, True for the tokens in the drawn spans, which may overlap. With mask_trim, some of these
+    tokens are unmasked again (trim_to_fewest_masked)."""
     starts = draw_bernoulli_starts if config.mask_starts == "bernoulli" else draw_fixed_count_starts
     started_RN = starts(config, keys_R, tokens).cumsum(1)
     ended_RN = F.pad(started_RN, (config.mask_span, 0))[:, :tokens]
@@ -135,7 +136,7 @@ def masked_slots(mask_RN: Tensor, count: int) -> tuple[Tensor, Tensor]:
     valid_RM: True for the slots in use). Masked tokens beyond `count` are dropped."""
     rows, tokens = mask_RN.shape
     device = mask_RN.device
-    # column `count`, cut off below, takes all tokens that are not masked or do not fit
+    # tokens that are not masked, or do not fit, go to an extra last column, which is then cut off
     place_RN = torch.where(mask_RN, mask_RN.cumsum(1) - 1, count)
     place_RN = place_RN.clamp(max=count)
     token_RN = torch.arange(tokens, device=device).expand(rows, tokens)
@@ -157,13 +158,13 @@ def draw_negatives(keys_R: Tensor, valid_RM: Tensor, negatives: int) -> Tensor:
     own_M1 = torch.arange(count, device=keys_R.device)[:, None]
     other_RMK = other_RMK + (other_RMK >= own_M1)
     times_RMM = count_draws(other_RMK.clamp(max=count - 1), count)
-    # in a row with only one masked token, this leaves no negatives
+    # slots that are not in use are no negatives, so a row with only one masked token has none
     return times_RMM.mul_(valid_RM[:, None])
 
 
 def count_draws(other_RMK: Tensor, count: int) -> Tensor:
-    """Return times_RMM: how often each of `count` slots is among the K drawn for a slot. scatter_add sums
-    in any order, which does not matter, because sums of ones are exact."""
+    """Return times_RMM: for each slot, how often each of `count` slots is among the K slots drawn for it.
+    scatter_add sums in any order, which does not matter, because sums of ones are exact."""
     device = other_RMK.device
     times_RMM = torch.zeros(*other_RMK.shape[:2], count, device=device)
     ones_RMK = torch.ones((), device=device).expand(other_RMK.shape)
@@ -207,13 +208,13 @@ def random_hash(keys: Tensor, stream: ModelStream, counter: Tensor | int = 0) ->
     return _mix((start + counter) * _STEP)
 
 
-_STEP = GOLDEN_GAMMA - 2**64
+_STEP = GOLDEN_GAMMA - 2**64  # SplitMix64's step as a signed number
 _STEP_INVERSE = pow(_STEP, -1, 2**64) - 2**64  # _STEP * _STEP_INVERSE is 1 modulo 2**64
 _M1, _M2 = M1 - 2**64, M2 - 2**64
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Return SplitMix64's finaliser of x."""
+    """Return x with its bits mixed by the finaliser of SplitMix64."""
     x = _shift_right(x, 30).bitwise_xor_(x).mul_(_M1)
     x = _shift_right(x, 27).bitwise_xor_(x).mul_(_M2)
     return _shift_right(x, 31).bitwise_xor_(x)

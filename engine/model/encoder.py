@@ -99,7 +99,7 @@ class ConvBlock(nn.Module):
         self.kernels = kernels
         self.over_time = norm == "group"
         self.weight = nn.Parameter(torch.empty(outputs, kernel * inputs))
-        # a group norm over time keeps its weights in this module, too
+        # for a group norm over time, this module only holds the weights
         self.norm = nn.LayerNorm(outputs) if norm else None
 
     def forward(self, x_RTC: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class ConvBlock(nn.Module):
 
 def group_norm_gelu(y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> Tensor:
     """Return GELU(group norm of y over time), where each channel is a group of its own. The norm is computed
-    in float32, as in the authors' modules/fp32_group_norm.py."""
+    in float32, as in fairseq-signals' modules/fp32_group_norm.py."""
     y = y_RTC.float()
     variance_R1C, mean_R1C = torch.var_mean(y, dim=1, correction=0, keepdim=True)
     scale_R1C = torch.rsqrt(variance_R1C + eps) * weight_C.float()
@@ -191,13 +191,13 @@ class PositionalConvolution(nn.Module):
 def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> Tensor:
     """Return the grouped convolution of x over time, [R, N, D]."""
     taps = weight_DcK.shape[2]
-    # The authors pad both ends by taps // 2 and, if taps is even, drop the last output; the result is
+    # fairseq-signals pads both ends by taps // 2 and, if taps is even, drops the last output; the result is
     # the same
     x_RDN = F.pad(x_RND.transpose(1, 2), (taps // 2, (taps - 1) // 2))
     low = weight_DcK.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
     if weight_DcK.is_cpu and low:
-        # On CPUs with AMX, torch 2.13's bf16 convolution returns wrong numbers for groups of 4 to 15
-        # channels and 16 taps
+        # In float32, because on CPUs with AMX, torch 2.13's bf16 convolution returns wrong numbers for groups
+        # of 4 to 15 channels and 16 taps
         with torch.autocast("cpu", enabled=False):
             y_RDN = F.conv1d(x_RDN.float(), weight_DcK.float(), bias_D.float(), groups=groups)
         return y_RDN.to(x_RND.dtype).transpose(1, 2)
@@ -243,9 +243,9 @@ def split_heads(qkv: Tensor, heads: int) -> list[Tensor]:
 
 
 def attention_backend(model: nn.Module, tokens: int = 156) -> str:
-    """Return the name of the implementation of attention in training: flash, cudnn, efficient or math,
-    which torch chooses by device, type, shape and version; `omnilead` for the one in
-    engine.model.kernels; `none` if the model has no Attention module."""
+    """Return the name of the implementation of attention that is used in training. If torch chooses it, by
+    device, type, shape and version, this is flash, cudnn, efficient or math. It is `omnilead` for the one in
+    engine.model.kernels, and `none` if the model has no Attention module."""
     for part in model.modules():
         if isinstance(part, Attention):
             weight, width = part.qkv.weight, part.qkv.in_features
@@ -297,7 +297,8 @@ class Encoder(nn.Module):
         self.causal = config.causal
         self.conv = ConvStack(config)
         self.feature_norm = nn.LayerNorm(config.feature_width)
-        # without a projection if features are as wide as the encoder, as the authors (ecg_transformer.py)
+        # there is no projection if features are as wide as the encoder, as in fairseq-signals'
+        # ecg_transformer.py
         self.project: nn.Module = nn.Identity()
         if config.feature_width != config.width:
             self.project = nn.Linear(config.feature_width, config.width)
@@ -315,7 +316,7 @@ class Encoder(nn.Module):
     def context(
         self, z_RNF: Tensor, mask_RN: Tensor | None, keep_RK: Tensor | None = None
     ) -> Tensor:
-        """Return c_RND, without seeing the masked tokens.
+        """Return the contexts c_RND, which do not depend on the features of masked tokens.
 
         `keep_RK`, instead of a mask, gives the indices of the only tokens that go through the layers, as
         in a masked autoencoder (ascending if the encoder is causal). The result is then c_RKD; all other
@@ -334,7 +335,8 @@ class Encoder(nn.Module):
         return x_RND
 
     def first_layer_input(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
-        """Return the input of the first transformer layer: projected, masked, with positions, normalised."""
+        """Return the input of the first transformer layer: the features after projection, masking, addition of
+        the positional convolution, and layer norm."""
         x_RND = self.input_dropout(self.project(z_RNF))
         if mask_RN is not None:
             assert self.mask_embedding is not None, (
@@ -351,8 +353,8 @@ class Encoder(nn.Module):
     def select_leads(
         weights: Mapping[str, Tensor], rows: Sequence[int], of: int
     ) -> dict[str, Tensor]:
-        """Return the weights of a model of fewer leads: those with the numbers in `rows`, out of `of` leads.
-        Its output is the same as that of the full model if all other leads are zero."""
+        """Return the weights of a model of fewer leads: the input channels `rows` of the full model, which has
+        `of` channels. Its output is the same as that of the full model if all other channels are zero."""
         first = "conv.blocks.0.weight"
         by_lead = weights[first].unflatten(1, (-1, of))
         selected = by_lead[:, :, list(rows)].flatten(1)
@@ -360,8 +362,8 @@ class Encoder(nn.Module):
 
 
 def pool(c_RND: Tensor) -> Tensor:
-    """Return the mean over tokens in float32. The authors divide by the number of non-zero entries instead
-    (wav2vec2_cmsc.py:28-37), which is the same, because the output of a layer norm has no zeros."""
+    """Return the mean over tokens in float32. fairseq-signals (wav2vec2_cmsc.py:28-37) divides by the number of
+    non-zero entries instead. This is the same, because the output of a layer norm has no zeros."""
     return c_RND.float().mean(1)
 
 

@@ -67,9 +67,9 @@ def build_encoder(
     generator: torch.Generator | None = None,
     kind: Any = None,
 ) -> nn.Module:
-    """Return a new encoder. The weights of the authors' encoder are drawn from `generator`; other encoders
-    draw their own, from torch's generator with the same seed. Without `mask`, the authors' encoder has no
-    mask embedding. `kind` is the class of another encoder, if it is already loaded."""
+    """Return a new encoder, as `config` describes it. The weights of the authors' encoder are drawn from
+    `generator`; without `mask`, it has no mask embedding. Any other encoder draws its own weights, from
+    torch's generator with the seed of `generator`; `kind` is its class, if that is already loaded."""
     encoder: nn.Module
     if not config.encoder:
         encoder = Encoder(config, mask)
@@ -121,13 +121,15 @@ def require_parameters(module: nn.Module) -> nn.Module:
 def build_objective(
     config: ObjectiveConfig, encoder: nn.Module, generator: torch.Generator | None
 ) -> nn.Module:
-    """Return a new objective.method: a class that comes with omnilead or one of yours, called as
-    Class(encoder, **objective.options)."""
+    """Return a new global objective, Class(encoder, **objective.options). objective.method names the class:
+    one that comes with omnilead or one of yours."""
     with blaming(f"objective.method={config.method}, objective.options={config.options}"):
         kind = load_plugin(CLASS_OBJECTIVES.get(config.method, config.method))
         objective = build_module(kind, generator, encoder, **config.options)
         if set(objective.parameters()) & set(encoder.parameters()):
-            raise ConfigError("holds the encoder's weights: use the encoder that forward is given")
+            raise ConfigError(
+                "holds the encoder's weights: do not store the encoder, but use the one passed to forward"
+            )
     return objective
 
 
@@ -139,8 +141,8 @@ def encoder_and_token_count(
     kind: Any = None,
     samples: int = HALF,
 ) -> tuple[nn.Module | None, int]:
-    """Return (a new, checked encoder, or None for the authors'; the number of tokens that it makes of a
-    window of `samples`)."""
+    """Return (a new encoder that has passed check_encoder, or None for the authors' encoder; the number of
+    tokens that the encoder makes of a window of `samples`)."""
     if not config.encoder:
         return None, config.tokens(samples)
     encoder = build_encoder(config, masked, torch.Generator().manual_seed(seed), kind)
@@ -217,7 +219,7 @@ def _checked_output(name: str, y: Tensor, width: int, shape: Sequence[int]) -> T
     ConfigError if its shape is wrong or a value is not finite."""
     if y.ndim != 3 or len(y) != CHECKED_ROWS or y.shape[2] != width:
         raise ConfigError(
-            f"{name} returns the shape {list(y.shape)} for an input {list(shape)}: must be "
+            f"{name} returns the shape {list(y.shape)} for an input {list(shape)}: return the shape "
             f"[{CHECKED_ROWS}, tokens, {width}]"
         )
     if not y.isfinite().all():
@@ -239,8 +241,9 @@ def encoder_flops(
     samples: int = HALF,
     windows: int = 2,
 ) -> float:
-    """Return the FLOPs of the encoder in a training step for one crop, forward and backward, and with
-    `local` those of the local objective. The authors' encoder has a formula; others run on a few rows.
+    """Return the FLOPs of a training step for one crop, forward and backward: those of the encoder and, with
+    `local`, of the local objective. Those of the authors' encoder are computed by a formula. Another encoder
+    is run on two rows, and its operations are counted.
 
     Only the forward pass is counted, and the backward pass is taken as twice that. This avoids errors
     of torch's counter: it multiplies the weight gradient of a grouped convolution by the groups, and
@@ -250,7 +253,7 @@ def encoder_flops(
         return flops_per_crop(config, local, samples, windows)
     encoder_copy, rows = copy.deepcopy(encoder).cpu().float().train(), 2
     with (
-        warnings.catch_warnings(action="ignore"),  # torch's warning about TF32 on Intel GPUs
+        warnings.catch_warnings(action="ignore"),  # hides torch's warning about TF32 on Intel GPUs
         torch.random.fork_rng(devices=[]),
         torch.backends.mkldnn.flags(enabled=False),
         sdpa_kernel(SDPBackend.MATH),
@@ -338,7 +341,8 @@ def _initialise_layers(model: nn.Module, generator: torch.Generator | None) -> N
 
 def _initialise_transformer(model: nn.Module, generator: torch.Generator | None) -> None:
     """Draw the mask embedding, the codebook and, if features are not projected, the bias of the positional
-    convolution. Draw the linear layers of the transformer and the quantiser again."""
+    convolution. Draw the linear layers of the transformer and the quantiser again, from N(0, 0.02^2) and
+    N(0, 1)."""
     for module in model.modules():
         if isinstance(module, Encoder):
             if module.mask_embedding is not None:

@@ -53,8 +53,8 @@ SHA256_KEY = "sha256"  # the key in config.json under which {file: its sha256} i
 FORMAT_VERSION = 1
 MAX_SHOWN_ITEMS = 4  # a message shows at most this many names of weights
 HUB_SCHEME = "hf://"
-SHIPPED_MODELS = "models"  # the subfolder of configs/ with the models that come with omnilead
-CHECKPOINTS = "checkpoints"  # the subfolder of a run with its checkpoints
+SHIPPED_MODELS = "models"  # the subfolder of configs/ that holds the models that come with omnilead
+CHECKPOINTS = "checkpoints"  # the subfolder of a run that holds its checkpoints
 WRONG_TOKEN = "your token is wrong or may not write there: `hf auth login`, or HF_TOKEN"
 NO_TOKEN = "there is no token: `hf auth login`, or HF_TOKEN"
 HUB_ERROR_TEXTS = {  # class name of an error of huggingface_hub -> the message that omnilead shows
@@ -122,8 +122,8 @@ def write_model(
 
 @contextmanager
 def _lock_folder(parent: Path) -> Iterator[bool]:
-    """Lock `parent`, after waiting until no other process that writes a model there holds the lock.
-    Yields True, or False without a lock if the file system cannot lock the folder."""
+    """Lock `parent` during the context, after waiting until no other process that writes a model there holds
+    the lock. Yield True, or False if `parent` cannot be locked."""
     try:
         descriptor = os.open(parent, os.O_RDONLY | os.O_CLOEXEC)
     except PermissionError:  # the folder cannot be listed, but writing to it may be allowed
@@ -159,7 +159,7 @@ def save_weights(weights: dict[str, "Tensor"], path: Path) -> None:
     try:
         save_file(weights, path, metadata={"format": "pt"})
     except SafetensorError as error:
-        # an error of the system, such as a full disk, ends in (os error 28)
+        # the text of a system error ends in its number, for example (os error 28) for a full disk
         code = re.search(r"os error (\d+)", str(error))
         if not code:
             raise
@@ -192,7 +192,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 def config_text(config: Mapping[str, Any], sums: Mapping[str, str]) -> str:
     """Return the text of config.json, with `sums` {file: its sha256} and a sum of its own content."""
-    # the sum is of the content as it is read back: JSON turns tuples into lists, for example
+    # the sum is of the content as it will be read back, because JSON turns tuples into lists, for example
     content = json.loads(json.dumps(config))
     content.pop(SHA256_KEY, None)
     return _json_text(
@@ -201,7 +201,7 @@ def config_text(config: Mapping[str, Any], sums: Mapping[str, str]) -> str:
 
 
 def verified_digest(folder: Path, mend: str = "") -> str:
-    """Return a digest of all files of a model but the model card. Raise LoadError if a file does not
+    """Return a digest of all files of a model except the model card. Raise LoadError if a file does not
     match its sha256 in config.json; `mend` is what the message tells the user to do."""
     document = read_document(folder / CONFIG)
     sums = document.get(SHA256_KEY)
@@ -232,7 +232,7 @@ def verified_digest(folder: Path, mend: str = "") -> str:
 
 
 def read_plugin_files(folder: Path) -> dict[str, bytes]:
-    """Return {name: content} of the .py files in the folder whose sha256 config.json holds."""
+    """Return {name: content} of those .py files in a model folder whose sha256 is in its config.json."""
     sums = read_document(folder / CONFIG).get(SHA256_KEY)
     return {
         file.name: file.read_bytes()
@@ -243,8 +243,9 @@ def read_plugin_files(folder: Path) -> dict[str, bytes]:
 
 def published_files(document: Mapping[str, Any], place: str | Path) -> list[str]:
     """Return the names of the files of a model that are uploaded and downloaded with its config.json
-    (`document`). Of code, these are only the files that its settings name. Raise ConfigError if one has
-    the name of a module: Python, started in the model's folder, would import the file instead."""
+    (`document`). A code file is one of them only if the model's settings name it. Raise ConfigError if such
+    a code file has the name of a module, because Python, started in the model's folder, would import the
+    file instead of the module."""
     sums = document.get(SHA256_KEY)
     listed = set(sums) if isinstance(sums, dict) else {WEIGHTS, PREPROCESSING}
     head = _mapping_or_empty(document, "head")
@@ -273,8 +274,8 @@ def _mapping_or_empty(document: Mapping[str, Any], name: str) -> Mapping[str, An
 
 
 def read_seen(folder: Path) -> pa.Table:
-    """Return the table of what the model in `folder` was trained on; for the folder of a run, of what the
-    model from which the run starts was trained on."""
+    """Return the table that lists what a model was trained on. `folder` is the model's folder, or that of a
+    run, which holds the table of the model from which the run starts."""
     return (
         seen.read_seen_record(folder / SEEN)
         if (folder / SEEN).exists()
@@ -307,8 +308,8 @@ def note_folder_hides_shipped_model(name: str) -> None:
 
 @contextmanager
 def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
-    """Yield (the local folder of a model, verified; its digest). A remote model is downloaded first, from
-    the Hub into its cache, from elsewhere into a temporary folder."""
+    """Yield (a local folder with the verified model, its digest). A remote model is downloaded first: from
+    the Hub into the Hub's cache, from another address into a temporary folder."""
     text = os.fspath(path)
     if text.startswith(HUB_SCHEME):
         yield download_from_hub(text.removeprefix(HUB_SCHEME))
@@ -323,8 +324,8 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
 
 
 def find_local_model(text: str) -> Path:
-    """Return the folder with the weights of `text`: a run or model folder on this machine, or the name of
-    a model that comes with omnilead."""
+    """Return the folder that holds the weights of the model `text`, which is the folder of a run or model on
+    this machine, or the name of a model that comes with omnilead."""
     run = Path(text)
     if text in shipped_models():
         if run.exists():
@@ -347,13 +348,14 @@ def find_local_model(text: str) -> Path:
 
 
 def names_a_model(start: str) -> bool:
-    """True if the setting `start` names a model; a YAML file names a config, from which training starts with
-    random weights."""
+    """True if the setting `start` names a model. If it names a YAML file instead, that is a config, with
+    which training starts from random weights."""
     return bool(start) and Path(start).suffix not in (".yaml", ".yml")
 
 
 def export_command(run: Path) -> str:
-    """Return the command that writes RUN/model from the newest or best checkpoint of a run."""
+    """Return the command that writes RUN/model from a checkpoint of a run: the newest of pre-training, the
+    best of fine-tuning."""
     settings = run / "config.yaml"
     tunes = settings.is_file() and re.search("^task:", settings.read_text(), re.MULTILINE)
     return f"omnilead {'finetune' if tunes else 'pretrain'} --export {run}"
@@ -400,7 +402,7 @@ def download_from_hub(repo: str) -> tuple[Path, str]:
                 if not damage:
                     raise
     cache = config.parents[2]
-    raise LoadError(f"{damage}: the Hub's cache is {cache}: delete it, or ask the model's owner")
+    raise LoadError(f"{damage}: delete the Hub's cache, {cache}, or ask the model's owner")
 
 
 @contextmanager
@@ -417,7 +419,7 @@ def open_hub_api(repo: str) -> Iterator[tuple[Any, Any]]:
         yield HfApi(library_name="omnilead", token=get_token()), CommitOperationAdd
     except ConfigError:
         raise
-    except Exception as error:  # of the Hub, of its HTTP client, whose classes differ by version, or for an invalid name
+    except Exception as error:  # from the Hub or its HTTP client, whose classes differ by version, or for an invalid name
         denied = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
         answers = (
             HUB_ERROR_TEXTS[kind.__name__]

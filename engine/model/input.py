@@ -45,9 +45,9 @@ BAND_PASS_EDGE_SAMPLES = 15
 # An FFT whose length is a multiple of 1024 takes half to a quarter of the time of others
 FAST_FFT_MULTIPLE = 1024
 # Resampling makes at least 32 output samples at each position of a convolution. For a crop and 100 Hz this
-# takes a CPU core 0.15 ms; one sample at each position takes five times as long, a dense matrix ten times
+# takes a CPU core 0.15 ms. One sample at each position would take five times as long, a dense matrix ten times
 RESAMPLED_BLOCK_SAMPLES = 32
-# Crops that a CPU filters at a time: a crop takes a core 0.75 ms, or 1.9 ms if all 64 are filtered at once
+# Crops that a CPU filters at a time. A crop takes a core 0.75 ms; if 64 are filtered at once, 1.9 ms
 CROPS_PER_FILTER = 4
 
 
@@ -100,7 +100,8 @@ class Input(InputFormat):
 
     @property
     def takes_all_leads(self) -> bool:
-        """True if the model has a channel for each of the twelve leads, where leads may be zeros."""
+        """True if the model has a channel for each of the twelve leads. An ECG may then lack leads, whose
+        channels are zeros."""
         return set(self.leads) == set(ALL_LEADS)
 
     def limited_to(self, leads: str | Iterable[str]) -> "Input":
@@ -137,8 +138,8 @@ class Input(InputFormat):
         return HALF_S if self.window_s <= HALF_S else CROP_S
 
     def count_windows(self, halves: Any = 2) -> Any:
-        """Return the number of windows within the measured part of a crop, which has `halves` (1 or 2)
-        measured halves; an array gives the numbers of several crops."""
+        """Return the number of windows that fit into the measured part of a crop. `halves` (1 or 2) is how
+        many halves were measured, or an array of such numbers for several crops."""
         return np.floor(np.asarray(halves) * (HALF_S / self.window_s) + 1e-9).astype(np.int64)
 
     def usable_crops(self, dataset: Dataset) -> np.ndarray:
@@ -149,13 +150,13 @@ class Input(InputFormat):
 
     @property
     def unusable_crops_text(self) -> str:
-        """Words of a message: why crops cannot be used."""
+        """Words for a message, which say why crops cannot be used."""
         leads = describe_leads(self.seen_leads)
         return f"no valid lead: the model uses {leads}, of which none was recorded{self.too_short_hint}"
 
     @property
     def too_short_hint(self) -> str:
-        """Words to append to a message: that a crop may also be too short. "" if no crop can be."""
+        """Words to append to a message, which say that a crop may also be too short; "" if none can be."""
         if self.shortest_ecg_s == HALF_S:
             return ""
         return f", or shorter than {self.window_s:g} s, the length of the model's window"
@@ -277,7 +278,7 @@ def band_pass(x: Tensor, band_hz: tuple[float, float]) -> Tensor:
 def _band_pass_response(
     band_hz: tuple[float, float], samples: int, length: int, device: torch.device
 ) -> Tensor:
-    """Return the spectrum, for FFTs of this length, of the filter's response to an impulse."""
+    """Return the spectrum of the band-pass's response to an impulse, for FFTs of this length."""
     # imported here, because it takes half a second and only models with a band-pass need it
     from scipy.signal import butter, sosfilt
 
@@ -292,7 +293,7 @@ def resample_tensor(x: Tensor, fs_hz: float) -> Tensor:
     """Resample x from 500 Hz to fs_hz along the last axis, as data_tools.ecg.resampling.resample does. A
     convolution makes a block of output samples at each position."""
     down, up = rate_ratio(fs_hz)
-    if up == down:  # as for 500 Hz and rates that are rounded to it, such as 499.999 Hz
+    if up == down:  # true for 500 Hz and for rates that are rounded to it, such as 499.999 Hz
         return x
     blocks = -(-RESAMPLED_BLOCK_SAMPLES // up)
     weight_UK = _resampling_weights(up, down, blocks, x.device)
@@ -308,9 +309,9 @@ def resample_tensor(x: Tensor, fs_hz: float) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _resampling_weights(up: int, down: int, blocks: int, device: torch.device) -> Tensor:
-    """Return weights [blocks * up, K]: for each of the blocks * up output samples made at a position, the
-    weights of K neighbouring samples at 500 Hz."""
-    # the filter reaches this many samples at 500 Hz to each side
+    """Return the weights [blocks * up, K] of the convolution in resample_tensor. At each position it makes
+    blocks * up output samples, each a weighted sum of K neighbouring samples at 500 Hz."""
+    # the resampling filter reaches this many samples at 500 Hz to each side
     reach = -(-10 * max(up, down) // up)
     margin = -(-reach // down)
     weights = resample(np.eye((blocks + 2 * margin) * down), up, down)

@@ -1,4 +1,4 @@
-"""Joint-embedding prediction (JEPA): `objective.method: jepa`.
+"""The objective of joint-embedding prediction (JEPA). `objective.method: jepa` chooses it.
 
     target_RND    = layer_norm(target(x))                 without gradient; target: the encoder, its weights averaged
     predicted_RND = predict(context(features(x), hidden)) without the hidden tokens
@@ -32,14 +32,15 @@ from .draws import ModelStream, random_integers
 from .s4 import CHUNK_TOKENS, S4Layer, StateSpace
 
 PREDICTED_BLOCKS = 4  # number of blocks to predict in each row
-# (shortest, longest) block of context and block to predict, as shares of the tokens of a row
+# (shortest, longest) length of the block of context, and of a block to predict, as shares of a row's tokens
 CONTEXT_SHARES = (0.85, 1.0)
 PREDICTED_SHARES = (0.15, 0.2)
 FEWEST_TOKENS = 20  # with fewer tokens in a window, the four blocks to predict may leave no context
 
 
 class JointEmbedding(nn.Module):
-    """The objective `jepa`: predicts the outputs of the averaged encoder for hidden tokens."""
+    """The objective `jepa`. It predicts the outputs that a copy of the encoder with averaged weights has for
+    tokens hidden from the encoder."""
 
     def __init__(self, encoder: Any, momentum: float = 0.996) -> None:
         super().__init__()
@@ -98,9 +99,9 @@ class JointEmbedding(nn.Module):
 
 
 def flops_added_by_jepa(encoder_flops: float, tokens: int, width: int) -> float:
-    """Return the FLOPs that the objective adds to `encoder_flops`, those of the encoder, for a window,
-    forward and backward. They are a forward pass of the averaged encoder and the predictor, a
-    bidirectional S4Layer."""
+    """Return the FLOPs for one window that the objective adds to those of the encoder. It adds a forward pass
+    of the averaged encoder, and a forward and backward pass of the predictor, a bidirectional S4Layer.
+    `encoder_flops` are those of the encoder, forward and backward."""
     predictor = 4 * tokens * width**2 + 2 * (2 * tokens * CHUNK_TOKENS * width)
     return encoder_flops / 3 + 3 * predictor
 
@@ -119,8 +120,8 @@ def copy_with_weights_as_buffers(encoder: nn.Module) -> nn.Module:
 @contextmanager
 def gathered_zero3_weights(weights: Sequence[Any]) -> Iterator[None]:
     """Return a context in which weights that ZeRO 3 has divided among the ranks are whole on each rank.
-    Small weights, which ZeRO 3 keeps whole, are left alone: ZeRO 3 fails if they are divided between
-    steps."""
+    Small weights, which ZeRO 3 keeps whole, are left alone: leaving the context would divide them, and
+    ZeRO 3 fails if they are divided between steps."""
     divided = [w for w in weights if hasattr(w, "ds_id") and w.numel() != w.ds_numel]
     if not divided:
         yield
@@ -138,7 +139,8 @@ def draw_blocks(keys_R: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     the number of blocks to predict that contain each token)."""
     if tokens < FEWEST_TOKENS:
         raise ConfigError(
-            f"a window has {tokens} tokens, but the objective needs at least {FEWEST_TOKENS}"
+            f"a window has {tokens} tokens, but objective.method=jepa needs at least {FEWEST_TOKENS}: "
+            "raise input.window_s"
         )
     random_RX = random_integers(keys_R, ModelStream.BLOCKS, 2 * (1 + PREDICTED_BLOCKS)) & 0xFFFFFF
     long_R2, short_RX = (random_RX.float() * 2.0**-24).split([2, 2 * PREDICTED_BLOCKS], 1)
@@ -148,8 +150,9 @@ def draw_blocks(keys_R: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def tokens_in_blocks(random_RX: Tensor, shares: tuple[float, float], tokens: int) -> Tensor:
-    """Return bool [R, N, K]: True if a token lies in a block. random_RX has K numbers from 0 to 1 for the
-    lengths of the K blocks, between the two `shares` of the tokens, then K numbers for their starts."""
+    """Return bool [R, N, K]: True where a token lies in one of K blocks. random_RX has K numbers from 0 to 1
+    for the lengths of the blocks, then K for their starts. `shares` are the shortest and the longest length,
+    as shares of the tokens."""
     length_R1K, start_R1K = random_RX[:, None].chunk(2, 2)
     shortest, longest = shares
     length_R1K = (tokens * (shortest + (longest - shortest) * length_R1K)).floor()

@@ -28,9 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Operation = Callable[..., Tensor]
-# bytes of an element -> the integer type of the same size, through which its bits are masked
+# size of a number in bytes -> the integer type of that size; MaskedScale masks numbers as such integers
 INTEGER_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-OUTPUTS_PER_BLOCK = 26  # output tokens in a block of convolve_in_blocks: 156 tokens are six blocks
+# output tokens in a block of convolve_in_blocks; the 156 tokens of 5 s are six blocks
+OUTPUTS_PER_BLOCK = 26
 
 
 def dropout(
@@ -53,8 +54,8 @@ def dropout(
 
 
 class MaskedScale(torch.autograd.Function):
-    """Multiply x by `scale` where `keep` is -1, and set x to zero where `keep` is 0, by a bitwise
-    `and`. The gradient is masked and scaled in the same way."""
+    """Multiply x by `scale` where `keep` is -1, and set x to zero where `keep` is 0. For that, the bits of x
+    are combined with those of `keep` by `and`. The gradient is masked and scaled in the same way."""
 
     @staticmethod
     def forward(x: Tensor, keep: Tensor, scale: float) -> Tensor:
@@ -145,7 +146,7 @@ class GroupNormGelu(torch.autograd.Function):
 
 def cache_sized_slices(y_RTC: Tensor) -> Iterator[slice]:
     """Yield slices of rows, each with two megabytes of float32 per thread, or one row if a row is
-    larger. With smaller slices, waking the threads costs more time."""
+    larger. With smaller slices, more time is spent on waking the threads."""
     rows = max(1, torch.get_num_threads() * 2**19 // math.prod(y_RTC.shape[1:]))
     return (slice(start, start + rows) for start in range(0, len(y_RTC), rows))
 
@@ -205,7 +206,7 @@ def convolve_by_fourier(
         by_group = at_least_float32(weight_DcK).unflatten(0, (groups, -1)).transpose(1, 2)
         taps_KW = by_group.reshape(-1, kernel).t()
         x_re = split_groups(cos_QN @ x_NX, rows, groups)
-        # x_im and w_im are imaginary parts of the complex conjugates of the Fourier transforms
+        # x_im and w_im are the imaginary parts of the Fourier transforms with the opposite sign
         x_im = split_groups(sin_QN @ x_NX, rows, groups)
         w_re = (cos_QK @ taps_KW).view(-1, *by_group.shape[1:3])
         w_im = (sin_QK @ taps_KW).view_as(w_re)
@@ -223,8 +224,9 @@ def convolve_by_fourier(
 
 
 def inverse_fourier_matrix(wave_QN: Tensor, period: int) -> Tensor:
-    """Return the matrix [N, Q] of the inverse transform from cosines or sines [Q, N]. Each frequency is
-    counted twice, for its negative counterpart too, but the first and the last, which have none."""
+    """Return the matrix [N, Q] of the inverse transform from cosines or sines [Q, N]. Each frequency
+    counts twice, because it stands for its negative counterpart, too. Only the first and the last, which
+    have no counterpart, count once."""
     share_Q1 = torch.full((len(wave_QN), 1), 2 / period, dtype=wave_QN.dtype)
     share_Q1[0] = 1 / period
     share_Q1[-1] = 1 / period
@@ -232,7 +234,7 @@ def inverse_fourier_matrix(wave_QN: Tensor, period: int) -> Tensor:
 
 
 def split_groups(x_QX: Tensor, rows: int, groups: int) -> Tensor:
-    """Reshape [Q, R * D] to [Q * G, R, c], one matrix for each frequency and group."""
+    """Reshape [Q, R * D] to [Q * G, R, c], one matrix [R, c] for each of Q frequencies and G groups."""
     group_width = x_QX.shape[1] // rows // groups
     x_QRGc = x_QX.view(-1, rows, groups, group_width)
     return x_QRGc.transpose(1, 2).reshape(-1, rows, group_width)
@@ -289,7 +291,7 @@ class BlockConvolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (grad_RND,) = grads
-        # with autocast, the saved x and weight are float32, while the gradient is bfloat16
+        # with autocast, the saved x and weight are float32 and the gradient bfloat16, so both are cast to it
         x_RND, weight_DcK = ctx.saved_tensors
         groups, group_width, kernel = ctx.groups, weight_DcK.shape[1], weight_DcK.shape[2]
         weight_Goik = weight_DcK.to(grad_RND.dtype)
@@ -355,8 +357,8 @@ def block_inputs(
     groups: int,
     left: int,
 ) -> Tensor:
-    """Return the inputs that each block of outputs needs, [G, R * blocks, window * c in], where a window
-    is the inputs of one block: kernel + OUTPUTS_PER_BLOCK - 1 tokens."""
+    """Return the inputs that each block of outputs needs, [G, R * blocks, window * c in]. The inputs of one
+    block are a window of kernel + OUTPUTS_PER_BLOCK - 1 tokens."""
     rows, tokens, width = x_RND.shape
     blocks = -(-tokens // OUTPUTS_PER_BLOCK)
     right = blocks * OUTPUTS_PER_BLOCK - tokens + kernel - 1 - left
@@ -380,8 +382,8 @@ REPLACEMENTS: dict[str, dict[str, Operation]] = {
 
 
 def pick_operation(name: str, plain: Operation, setting: str, x: Tensor) -> Operation:
-    """Return the replacement of the operation `name` for the device of x, or `plain` if `setting`
-    (model.kernels) is `plain` or there is no replacement."""
+    """Return the replacement of the operation `name` for the device of x. Return `plain` if there is none, if
+    `setting` (model.kernels) is `plain`, or if torch.compile compiles the operation for a CPU."""
     device = "cpu" if x.device.type == "cpu" else "cuda"
     if setting == "plain" or (device == "cpu" and torch.compiler.is_compiling()):
         return plain

@@ -101,8 +101,8 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 
 def unit_vectors(g: Tensor, detach: bool = False) -> Tensor:
-    """Return g / |g| in float32. With `detach`, no gradient flows through the norm |g|, as in the authors'
-    criterions/cmsc_criterion.py:45."""
+    """Return g / |g| in float32. With `detach`, no gradient flows through the norm |g|, as in
+    fairseq-signals' criterions/cmsc_criterion.py:45."""
     g = g.float()
     return (
         g / g.detach().norm(dim=-1, keepdim=True).clamp(min=1e-8)
@@ -114,8 +114,8 @@ def unit_vectors(g: Tensor, detach: bool = False) -> Tensor:
 def similarities_and_own_columns(
     g_AD: Tensor, temperature: float, gathered: bool, detach_norm: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return (similarities [A, C] of the rows of this rank and all candidates, -inf between a row and
-    itself; the index [A] of each row of this rank among the candidates)."""
+    """Return (the similarities [A, C] of this rank's rows and all candidates, -inf between a row and itself;
+    the column [A] in which each of these rows is itself the candidate)."""
     gathered = gathered and world_size() > 1
     with torch.autocast(g_AD.device.type, enabled=False):
         g_AD = unit_vectors(g_AD, detach_norm)
@@ -146,7 +146,7 @@ def nt_xent(
 
 
 def authors_cmsc_loss(g_BSD: Tensor, ids_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return (CMSC's loss, accuracy) as the authors compute them. The loss is -log softmax over rows and
+    """Return (CMSC's loss, accuracy) as fairseq-signals computes them. The loss is -log softmax over rows and
     over columns, averaged over all pairs of crops with the same id. The accuracy is the share of first
     halves whose nearest second half has the same id."""
     with torch.autocast(g_BSD.device.type, enabled=False):
@@ -195,8 +195,8 @@ def local_loss(
     codes_RMG: Tensor | None = None,
     temperature: float = 0.1,
 ) -> tuple[Tensor, Tensor]:
-    """Return (the loss of the local objective, the share of masked tokens that _target_is_nearest
-    counts, averaged over rows), in float32."""
+    """Return (the loss of the local objective, its accuracy), in float32. The accuracy is the share of masked
+    tokens whose target is nearest (_target_is_nearest), averaged over rows."""
     with torch.autocast(context_RMP.device.type, enabled=False):
         context_RMP = unit_vectors(context_RMP)
         target_RMP = unit_vectors(target_RMP)
@@ -216,8 +216,9 @@ def local_loss(
 
 
 def _target_is_nearest(s_RMM: Tensor, s_RM: Tensor, drawn_RMM: Tensor, same_RMM: Tensor) -> Tensor:
-    """Return bool [R, M]: True if the target of a masked token is its nearest candidate. By the authors'
-    definition (wav2vec2_criterion.py:300-310), no drawn negative is nearer, and at least one is farther."""
+    """Return bool [R, M]: True if the target of a masked token is its nearest candidate. As in
+    fairseq-signals (wav2vec2_criterion.py:300-310), this means that no drawn negative is nearer, and at
+    least one is farther."""
     candidate_RMM = s_RMM.masked_fill(same_RMM, -torch.inf)
     nearest_RM = torch.where(drawn_RMM, candidate_RMM, -torch.inf).amax(-1)
     farthest_RM = torch.where(drawn_RMM, candidate_RMM, torch.inf).amin(-1)
@@ -247,11 +248,11 @@ def mean_over_rows(x_RM: Tensor, valid_RM: Tensor) -> Tensor:
 def diversity_loss_and_perplexities(
     share_GV: Tensor, used_GV: Tensor, tokens: Tensor, gathered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (the diversity loss, which is the share of unused codes, (G V - perplexity) / G V; the perplexity
-    of the probabilities; the perplexity of the chosen codes).
+    """Return (the diversity loss; the perplexity of the codes' probabilities; the perplexity of the most
+    probable codes). The loss is the share of codes not in use, 1 - (the first perplexity) / (G V).
 
-    share_GV is the probability of each code, summed over tokens; used_GV is how often each code was
-    chosen."""
+    share_GV is the probability of each code, summed over tokens; used_GV is for how many tokens each code
+    was the most probable one."""
     if gathered:
         shares_and_counts = torch.stack([share_GV, used_GV])
         summed = sum_over_ranks(torch.cat([shares_and_counts.flatten(), tokens[None]]))
@@ -264,8 +265,7 @@ def diversity_loss_and_perplexities(
 
 
 def perplexity(share_GV: Tensor) -> Tensor:
-    """Return the effective number of codes in use: the sum over codebooks of exp(entropy), from G to
-    G * V."""
+    """Return the effective number of codes in use, from G to G * V: the sum over codebooks of exp(entropy)."""
     log_GV = (share_GV + 1e-7).log()
     entropy_G = -(share_GV * log_GV).sum(-1)
     return entropy_G.exp().sum()

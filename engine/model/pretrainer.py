@@ -51,8 +51,8 @@ class LocalOutput(NamedTuple):
 
 
 class LocalHead(nn.Module):
-    """The modules of the local objective beside the encoder. They return projections of the contexts and of
-    the quantised features of masked tokens."""
+    """The modules that the local objective needs in addition to the encoder. They return projections of the
+    contexts and of the quantised features of masked tokens."""
 
     def __init__(self, config: ModelConfig, width: int, feature_width: int) -> None:
         super().__init__()

@@ -22,8 +22,8 @@ from .config import ModelConfig
 
 
 def temperature(config: ModelConfig, updates: int) -> float:
-    """Return the Gumbel temperature tau for an update, counted from 0. Pass it to a compiled step as a
-    tensor; as a Python number, each new value would compile the step again."""
+    """Return the Gumbel temperature tau after this number of updates. Pass it to a compiled step as a tensor:
+    for each new Python number, the step would be compiled again."""
     return max(config.tau_start * config.tau_decay**updates, config.tau_end)
 
 

@@ -1,4 +1,4 @@
-"""A 1-D residual network, the encoder of most published ECG models: `model.encoder: resnet`.
+"""A 1-D residual network, the encoder of most published ECG models. `model.encoder: resnet` chooses it.
 
     x_RLT -> convolution -> four residual blocks, each dividing the length by four -> c_RND, 10
     tokens for 5 s
@@ -48,7 +48,7 @@ def convolution(inputs: int, outputs: int, kernel: int = KERNEL, stride: int = 1
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions with a skip connection, which divide the length by STRIDE."""
+    """Two convolutions with a skip connection. The output has the length of the input divided by STRIDE."""
 
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
@@ -60,12 +60,12 @@ class ResidualBlock(nn.Module):
         self.dropout = Dropout(dropout, "auto")
 
     def forward(self, a: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (the output of the block, the same before its norm, ReLU and dropout). The arguments are
-        these two outputs of the previous block, or twice the output of the stem."""
+        """Return (the output of the block; the sum before the last norm, ReLU and dropout). `a` and `y` are
+        these two outputs of the previous block. For the first block, both are the output of the stem."""
         h = F.relu(self.norm1(self.conv1(a)))
         h = self.conv2(self.dropout(h))
         shorter = F.max_pool2d(y, (1, STRIDE + 1), (1, STRIDE), (0, STRIDE // 2))
-        h = h + self.skip(shorter)  # the pooled skip input is as long as the output of conv2
+        h = h + self.skip(shorter)  # the pooling has made `shorter` as long as h
         a = F.relu(self.norm2(h))
         return self.dropout(a), h
 
@@ -108,7 +108,7 @@ class ResNet(nn.Module):
     def select_leads(
         weights: Mapping[str, Tensor], rows: Sequence[int], of: int
     ) -> dict[str, Tensor]:
-        """Return the weights of a model of fewer leads: those with the numbers in `rows`. Its output is
-        the same as that of the full model if all other leads are zero."""
+        """Return the weights of a model of fewer leads: the input channels `rows` of the full model. Its
+        output is the same as that of the full model if all other channels are zero."""
         stem = weights["stem.weight"][:, list(rows)]
         return {**weights, "stem.weight": stem.contiguous()}

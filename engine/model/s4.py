@@ -1,4 +1,4 @@
-"""S4, a structured state space (Gu et al. 2022), as in ECG-CPC: `model.encoder: s4`.
+"""The encoder S4, a structured state space (Gu et al. 2022), as in ECG-CPC. `model.encoder: s4` chooses it.
 
     x_RLT -> stem: convolutions, each with a norm and ReLU -> z_RND                                (features)
           -> layers x [y = drop(GELU(state space(x))), x = norm(x + drop(GLU(linear(y))))] -> c_RND (context)
@@ -48,13 +48,16 @@ from omnilead.data_tools.io.terminal import tell
 from ..settings.errors import ConfigError
 from .encoder import Dropout
 
-# Tokens of a chunk on a CPU. 16 tokens take 1.2 times as long, 64 as long or 1.2 times, 128 twice as long
+# Tokens of a chunk on a CPU. Chunks of 16 tokens take 1.2 times as long as these, chunks of 64 tokens as long
+# or 1.2 times as long, chunks of 128 tokens twice as long
 CHUNK_TOKENS = 32
-GPU_CHUNK_TOKENS = 2  # on an H200, chunks of 1 token take 1.02 times as long, of 4 tokens 1.2 times
+# On an H200, chunks of 1 token take 1.02 times as long as these, chunks of 4 tokens 1.2 times
+GPU_CHUNK_TOKENS = 2
 DT_RANGE = 0.001, 0.1  # smallest and largest step dt that is drawn for a channel
-NORMS = ("layer", "batch", "group")
+STEM_NORMS = ("layer", "batch", "group")
 STEM_NORM_GROUPS = 8  # groups of each group norm in the stem, for norm=group
-# The matrix V of A's eigenvectors has a condition number of 8e4 with 8 states, 8e10 with 16
+# More states would lose precision: the matrix V of A's eigenvectors has a condition number of 8e4 with 8
+# states and 8e10 with 16
 MAX_STATES = 16
 
 
@@ -66,10 +69,11 @@ def hippo_legs_matrices(states: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def conjugate_pair_basis(states: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the authors' basis, in which A + P P^T is diagonal and its eigenvalues are conjugate pairs,
-    as (one eigenvalue of each pair [n / 2]; P in this basis [n / 2], made real and positive by the
-    phases of the eigenvectors; the matrix [n, n] that maps C from this basis, as real and imaginary
-    parts of each pair, to LegS's basis)."""
+    """Return (eigenvalues [n / 2], P [n / 2], matrix [n, n]) of the basis in which ECG-CPC stores C.
+
+    In this basis A + P P^T is diagonal, and its eigenvalues are conjugate pairs; one of each pair is
+    returned. The phases of the eigenvectors are chosen so that P is real and positive. The matrix maps C
+    from this basis, as the real and imaginary parts of each pair, to LegS's basis."""
     a_nn, b_n = hippo_legs_matrices(states)
     p_n = b_n / math.sqrt(2)
     skew_nn = a_nn + np.outer(p_n, p_n) + np.eye(states) / 2
@@ -83,11 +87,11 @@ def conjugate_pair_basis(states: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 class DiscretisedSystem:
-    """A' and B', the matrices A and B discretised with the step dt of each channel, in float64."""
+    """A' and B' of each channel, in float64: the matrices A and B discretised with the channel's step dt."""
 
     def __init__(self, dt_D: Tensor, states: int) -> None:
         a_nn, b_n = hippo_legs_matrices(states)
-        # numpy 2.5 returns real eigenvalues and eigenvectors as complex numbers
+        # numpy 2.5 returns even real eigenvalues and eigenvectors as complex numbers
         eigenvalues_n, vectors_nn = (values.real for values in np.linalg.eig(a_nn))
         self.vectors_nn = torch.from_numpy(vectors_nn).to(dt_D.device)
         self.inverse_nn = torch.from_numpy(np.linalg.inv(vectors_nn)).to(dt_D.device)
@@ -97,7 +101,7 @@ class DiscretisedSystem:
         self.b_Dn = b_of_dt_Dnn @ torch.from_numpy(b_n).to(dt_D.device)
 
     def with_eigenvalues(self, eigenvalues: Tensor) -> Tensor:
-        """Return the matrices [..., n, n] that have A's eigenvectors and the eigenvalues [..., n]."""
+        """Return the matrices [..., n, n] that have A's eigenvectors and the given eigenvalues [..., n]."""
         return self.vectors_nn * eigenvalues[..., None, :] @ self.inverse_nn
 
     def powers(self, first: int, count: int) -> Tensor:
@@ -107,9 +111,9 @@ class DiscretisedSystem:
 
 
 class StateSpace(nn.Module):
-    """A linear state space for each channel, u_RND -> y_RND. `length` is the number of tokens L in
-    C (1 - A'^L), the form in which C is stored. With `bidirectional`, a second C reads the states of
-    a system that runs backwards over the tokens that follow."""
+    """A linear state space for each channel, u_RND -> y_RND. Instead of C, C (1 - A'^L) is stored, where L,
+    a number of tokens, is `length`. With `bidirectional`, a second system runs backwards over the tokens
+    that follow, and a second C reads its states."""
 
     log_dt: Tensor
     read_Dnn: Tensor
@@ -126,7 +130,7 @@ class StateSpace(nn.Module):
         self.register_buffer("log_dt", low + (high - low) * torch.rand(width))
         self.compute_frozen_buffers()
         if not self.C.is_meta:
-            # replaces the drawn C by C (1 - A'^L), the form in which C is stored
+            # replaces the drawn C by C (1 - A'^L), which is what is stored
             to_legs_nn = torch.from_numpy(conjugate_pair_basis(states)[2]).to(self.C)
             stored_Dnn = to_legs_nn @ torch.linalg.inv(self.read_Dnn)
             drawn = self.C.data.flatten(2)[:, :, None]
@@ -143,7 +147,7 @@ class StateSpace(nn.Module):
         driven_DTn = (powers_DTnn[:, :-1] @ discrete.b_Dn[:, None, :, None])[..., 0]
         true_from_stored = discrete.with_eigenvalues(1 / (1 - discrete.poles_Dn**self.length))
         frozen = {
-            # maps C from the form in which it is stored to LegS's basis
+            # maps the stored C (1 - A'^L) to C in LegS's basis
             "read_Dnn": to_legs_nn @ true_from_stored,
             "driven_DTn": driven_DTn,  # A'^l B'
             "powers_DnTn": powers_DTnn[:, 1:].transpose(1, 2),  # A'^(i+1)
@@ -194,8 +198,8 @@ class StateSpace(nn.Module):
     def chunk_weights(
         self, c_Dh2: Tensor, d_D: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the matrices of the products for a chunk of T tokens: (k_DT, the kernel k_l; out_DTn,
-        C A'^(i+1) for token i; left_DTn, A'^(T-1-j) B' for token j; step_Dnn, A'^T)."""
+        """Return what a chunk of T tokens is multiplied by (see the docstring of this file): (k_DT, the
+        kernel k_l; out_DTn, C A'^(i+1) for token i; left_DTn, A'^(T-1-j) B' for token j; step_Dnn, A'^T)."""
         c_D1n = c_Dh2.float().flatten(1)[:, None] @ self.read_Dnn
         driven_DTn = self.driven_DTn[:, :chunk]
         k_DT = (driven_DTn * c_D1n).sum(2) + F.pad(d_D.float()[:, None], (0, chunk - 1))
@@ -215,7 +219,8 @@ def toeplitz(kernel_DT: Tensor) -> Tensor:
 
 
 def states_before_chunks(left_DRCn: Tensor, step_Dnn: Tensor) -> Tensor:
-    """Return the state before each chunk [D, R, C, n]. `left_DRCn` holds what each chunk alone leaves."""
+    """Return the state before each chunk [D, R, C, n]. `left_DRCn` is the state that each chunk leaves if it
+    starts from a state of zeros."""
     states = [torch.zeros_like(left_DRCn[:, :, 0])]
     for c in range(left_DRCn.shape[2] - 1):
         states.append(torch.baddbmm(left_DRCn[:, :, c], states[-1], step_Dnn))
@@ -231,8 +236,8 @@ def chunks_by_channel(x_RND: Tensor, chunk: int) -> Tensor:
 
 class ChunkedConvolution(torch.autograd.Function):
     """The sum over l of k_l u_(t-l), by the products for chunks in the docstring of this file. Row
-    vectors are multiplied by matrices from the right. torch's own backward takes twice as long, as it
-    copies operands that are not laid out as matrices one matrix at a time."""
+    vectors are multiplied by matrices from the right. torch's own backward takes twice as long,
+    because it copies operands that are not laid out as matrices, one matrix after another."""
 
     @staticmethod
     def forward(
@@ -398,9 +403,9 @@ class S4(nn.Module):
         dropout: float = 0.2,
         length: int = 300,
     ) -> None:
-        """`norm` is the norm in the stem: `layer`; `batch`, as the authors have it, for training on one
-        rank; or `group`, which takes means over time and so looks ahead. `length` is the number of
-        tokens L in C (1 - A'^L), the form in which C is stored."""
+        """`norm` is the norm in the stem: `layer`; `batch`, as in the code of ECG-CPC's authors, for training
+        on one rank; or `group`, which takes means over time and so looks ahead. `length` is the number of
+        tokens L in C (1 - A'^L), which is stored instead of C."""
         super().__init__()
         check_options(width, layers, states, kernels, strides, norm, dropout, length)
         self.width = self.feature_width = width
@@ -436,8 +441,8 @@ class S4(nn.Module):
     def select_leads(
         weights: Mapping[str, Tensor], rows: Sequence[int], of: int
     ) -> dict[str, Tensor]:
-        """Return the weights of a model of fewer leads: those with the numbers in `rows`. Its output is
-        the same as that of the full model if all other leads are zero."""
+        """Return the weights of a model of fewer leads: the input channels `rows` of the full model. Its
+        output is the same as that of the full model if all other channels are zero."""
         first = "stem.0.weight"
         return {**weights, first: weights[first][:, list(rows)].contiguous()}
 
@@ -464,8 +469,8 @@ def check_options(
         raise ConfigError(
             f"kernels={list(kernels)}, strides={list(strides)}: give each convolution a kernel and a stride of at least 1"
         )
-    if norm not in NORMS:
-        raise ConfigError(f"norm={norm!r}: use {', '.join(NORMS)}")
+    if norm not in STEM_NORMS:
+        raise ConfigError(f"norm={norm!r}: use {', '.join(STEM_NORMS)}")
     if norm == "group" and width % STEM_NORM_GROUPS:
         raise ConfigError(f"width={width}: must be a multiple of {STEM_NORM_GROUPS} for norm=group")
     if min(width, layers, length) < 1 or not 0 <= dropout < 1:

@@ -25,7 +25,8 @@ PREFETCHED_CHUNKS = 4  # chunks of input that are loaded before the first of the
 
 @triton.jit
 def load_channel_values(place, exists, count: tl.constexpr):
-    """Load `count` numbers for each channel, as a tuple of vectors; `exists` masks the channels."""
+    """Load `count` numbers for each channel, as a tuple of `count` vectors over the channels. Channels for
+    which `exists` is false get zeros."""
     numbers = ()
     for i in tl.static_range(count):
         numbers = numbers + (tl.load(place + i, exists, 0.0),)
@@ -34,7 +35,7 @@ def load_channel_values(place, exists, count: tl.constexpr):
 
 @triton.jit
 def zero_channel_values(count: tl.constexpr, channels: tl.constexpr):
-    """Return `count` zeros for each channel, as a tuple of vectors."""
+    """Return `count` zeros for each channel, as a tuple of `count` vectors over the channels."""
     numbers = ()
     for _ in tl.static_range(count):
         numbers = numbers + (tl.zeros([channels], tl.float32),)
@@ -43,8 +44,8 @@ def zero_channel_values(count: tl.constexpr, channels: tl.constexpr):
 
 @triton.jit
 def next_state(s, step, left, u, chunk: tl.constexpr, states: tl.constexpr, back: tl.constexpr):
-    """Return the states after a chunk, from the states `s` before it and its inputs `u`. `back`
-    multiplies by the transposed `step`."""
+    """Return the states after a chunk, from the states `s` before it and its inputs `u`. With `back`, `s`
+    is multiplied by the transposed `step`."""
     sums = ()
     for i in tl.static_range(states):
         total = left[i] * u[0]
@@ -166,8 +167,8 @@ def gradient_kernel(
 def filter_chunks(
     u_RND: Tensor, k_DT: Tensor, out_DTn: Tensor, left_DTn: Tensor, step_Dnn: Tensor, back: bool
 ) -> Tensor:
-    """Return y [R, N, D] for the input u. With `back`, return the gradient of u for the gradient of y
-    in `u_RND`; the caller then exchanges `out` and `left` and reverses their tokens."""
+    """Return y [R, N, D] for the input u. With `back`, `u_RND` is the gradient of y, and the gradient of u is
+    returned; `out_DTn` must then be `left` with its tokens reversed, and `left_DTn` likewise `out`."""
     rows, tokens, width = u_RND.shape
     u_RND = u_RND.contiguous()
     y_RND = torch.empty_like(u_RND)
@@ -192,7 +193,7 @@ def filter_chunks(
 def weight_gradients(
     u_RND: Tensor, g_RND: Tensor, left_DTn: Tensor, step_Dnn: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of (k_DT, out_DTn) if the gradient of y is g."""
+    """Return the gradients of k_DT and of out_DTn, for the gradient g_RND of y."""
     (rows, tokens, width), (_, chunk, states) = u_RND.shape, left_DTn.shape
     k_RDT = torch.empty(rows, width, chunk, device=u_RND.device)
     out_RDTn = torch.empty(rows, width, chunk, states, device=u_RND.device)

@@ -34,8 +34,8 @@ class InputFormat:
 
     @property
     def preprocessing_fields(self) -> dict[str, Any]:
-        """Return the format as it is stored in preprocessing.json, without the leads. A window of 5 s,
-        no band-pass and no largest amplitude are defaults and left out."""
+        """Return the format as it is stored in preprocessing.json, without the leads. The length of a window
+        is left out if it is 5 s; band-pass and largest amplitude are left out if there are none."""
         signals: dict[str, Any] = {"fs_hz": self.fs_hz, "scale": self.scale}
         if self.window_s != HALF_S:
             signals["segment_s"] = self.window_s
@@ -67,12 +67,12 @@ class InputFormat:
 @one_line_errors
 @checked_dataclass(frozen=True, config=STRICT)
 class InputConfig(InputFormat):
-    """The section `input` of the settings: the format in which the encoder sees a crop, which is stored
+    """The section `input` of the settings: the format in which the encoder sees crops. All crops are stored
     as 10 s at 500 Hz."""
 
     # length in s of a window, which the encoder sees at once; a crop of 10 s has as many as fit
     window_s: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = 5.0
-    # sampling rate of a window
+    # sampling rate of a window in Hz
     fs_hz: Annotated[float, Field(ge=50, le=500, allow_inf_nan=False)] = 500.0
     # limits in Hz of a zero-phase Butterworth band-pass of order 2, for example [0.5, 40]; null: no filter
     band_hz: tuple[float, float] | None = None

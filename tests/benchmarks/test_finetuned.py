@@ -83,7 +83,7 @@ def test_identification_is_scored_as_by_evaluate(dataset, tmp_path):
     [
         (
             ["a"],
-            "no run is named diagnosis-12-START-SEED: give each run as NAME=RUN with such a NAME",
+            "no NAME has the form diagnosis-12-START-SEED: give each run as NAME=RUN with such a NAME",
         ),
         (
             ["diagnosis-12-random-1", "diagnosis-12-random-2", "diagnosis-12-w2v-1"],

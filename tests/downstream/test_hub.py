@@ -188,11 +188,11 @@ def test_a_damaged_download_is_fetched_again_once(server, saved_model, tmp_path,
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "not mended by fetching it again" in said
-    assert said.endswith(f"the Hub's cache is {cache}: delete it, or ask the model's owner\n")
+    assert said.endswith(f"delete the Hub's cache, {cache}, or ask the model's owner\n")
     server.shutdown()
     server.server_close()
     assert main(["pull", "me/ecg", str(tmp_path / "out")]) == 2  # nor can it be fetched again
-    assert f"the Hub's cache is {cache}" in capsys.readouterr().err
+    assert f"the Hub's cache, {cache}" in capsys.readouterr().err
 
 
 def test_failures_are_one_line(

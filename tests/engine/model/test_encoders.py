@@ -191,7 +191,11 @@ def test_a_custom_encoder_trains_with_every_objective(own):
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
-        ("Wide", {}, "the shape [4, 100, 8] for an input [4, 12, 2500]: must be [4, tokens, 9]"),
+        (
+            "Wide",
+            {},
+            "shape [4, 100, 8] for an input [4, 12, 2500]: return the shape [4, tokens, 9]",
+        ),
         ("Flat", {}, "forward returns the shape [4, 8]"),
         ("NotANumber", {}, "forward returns NaN or infinity for windows of noise and zeros"),
         ("Mixing", {}, "must depend on that row alone"),

@@ -50,7 +50,7 @@ def test_blocks_have_the_lengths_and_places_of_the_recipe():
     weight_N = weight_RN.float().mean(0)
     assert_close(weight_N, weight_N.flip(0), rtol=0, atol=0.1)  # no end is favoured
     with pytest.raises(
-        ConfigError, match="a window has 19 tokens, but the objective needs at least 20"
+        ConfigError, match=r"a window has 19 tokens, but objective\.method=jepa needs at least 20"
     ):
         draw_blocks(row_of_keys(1), 19)
 
