@@ -1,5 +1,5 @@
 """Reads the settings of a fine-tuning. Without a config file, the kind of the labels and the training
-schedule are chosen from the data:
+schedule are chosen from the data.
 
     read_settings(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.labels": "my.csv", "run": "OUT"})
     read_settings(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.name": "sex", "run": "OUT"})

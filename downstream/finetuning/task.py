@@ -344,8 +344,8 @@ class FinetuneTask(TrainingTask):
         )
 
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
-        """Returns x_BSLT, the labels, which windows exist, the weights of the labels, and the
-        margin of ArcFace."""
+        """Returns the arguments of the model: x_BSLT, the labels, a mask of the windows that exist,
+        the weights of the labels, and the margin of ArcFace."""
         task, device = self.config.task, batch.x_BSLT.device
         y = batch.places.take(self.targets.y)
         exists_BS = self._existing_windows(batch.places.take(self.halves)).astype(np.float32)

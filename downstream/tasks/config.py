@@ -132,8 +132,8 @@ class Tuning(Section):
 class FinetuneConfig(RunConfig):
     config_folder: ClassVar[str] = "finetune"
     run: MayChange[str] = "runs/finetune"  # folder of the run; an unfinished run there is resumed
-    # folder of a pre-trained run or model; or a pre-training YAML: its architecture, with random
-    # weights
+    # folder of a pre-trained run or model, or a pre-training YAML, whose architecture then begins with
+    # random weights
     start: str = ""
     # allow running the code of a plugged-in encoder in the folder `start`
     code: MayChange[bool] = False

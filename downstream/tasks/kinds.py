@@ -443,7 +443,7 @@ def cox_loss(risk_R1: Tensor, y_R1: Tensor) -> Tensor:
 
 
 def event_loss(risk_N1: Tensor, y_N1: Tensor) -> Tensor:
-    """Returns the mean loss of the rows with an event; 0 if there are none."""
+    """Returns the mean cox_loss of the rows with an event; 0 if there are none."""
     event_N1 = y_N1 > 0
     return (cox_loss(risk_N1, y_N1) * event_N1).sum() / event_N1.sum().clamp_min(1)
 
