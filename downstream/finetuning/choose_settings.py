@@ -1,5 +1,5 @@
 """Reads the settings of a fine-tuning. Without a config file, the kind of the labels and the training
-schedule are chosen from the data:
+schedule are chosen from the data.
 
     read_settings(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.labels": "my.csv", "run": "OUT"})
     read_settings(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.name": "sex", "run": "OUT"})
@@ -23,11 +23,11 @@ from omnilead.engine.training.run_folder import open_datasets
 
 from ..tasks.config import FinetuneConfig
 
-# limits of the settings that are chosen
+# upper limits of the settings that are chosen from the data
 MAX_BATCH, MAX_EPOCHS, MAX_STEPS, MAX_VALIDATE_EVERY = 64, 40, 20_000, 500
 PATIENCE = 10  # training stops after this many validations without improvement
 LR_FROM_PROBE = 1e-4  # learning rate if the head begins as a probe (task.head=start)
-# LR is the highest learning rate. The authors' architecture has LR_WIDTH / width if that is lower
+# The learning rate of a new head is LR; for the paper's encoder, LR_WIDTH / width if that is lower
 LR, LR_WIDTH = 1e-3, 0.064
 
 
@@ -104,7 +104,8 @@ def choose_training(wanted: FinetuneConfig, model: ModelConfig, batch: int, epoc
 
 
 def saved_choices(wanted: FinetuneConfig, chosen: Mapping[str, Any]) -> Facts:
-    """Returns what the run that is to be resumed had chosen, perhaps on another number of ranks."""
+    """Returns the training settings that were chosen when the run in wanted.run began, perhaps on
+    another number of ranks. Returns {} if no run began there, or if it is of another task."""
     before = Path(wanted.run, "config.yaml")
     begun = before.is_file() and any(Path(wanted.run, "checkpoints").glob("step-*"))
     saved = read_mapping(before) if begun else {}
@@ -115,8 +116,8 @@ def saved_choices(wanted: FinetuneConfig, chosen: Mapping[str, Any]) -> Facts:
 
 
 def add_task_settings(tree: Facts) -> Facts:
-    """Returns the settings, and those of the task that task.name names. For a label table
-    (task.labels) adds only the name of the task."""
+    """Adds the settings of the task that task.name names. For a label table (task.labels), adds only
+    a name of the task, which is made from that of the table."""
     task = tree.get("task", {})
     if name := task.pop("name", None):
         return merge(read_yaml(find_config(name, "tasks", Flag("--task")), "tasks"), tree)

@@ -37,7 +37,8 @@ class StartModel(NamedTuple):
     input: Input  # windows, rate, band and scale of the signals, which fine-tuning does not change
     name: str
     code: dict[str, bytes]  # files of plugged-in code: {name: content}
-    seen: pa.Table = NOTHING_SEEN  # record of the data that the model was trained on
+    # hashes of the patients and waveforms that the model was trained on
+    seen: pa.Table = NOTHING_SEEN
     weights: dict[str, Tensor] | None = None  # weights of the encoder; None: random weights
     kind: type[nn.Module] | None = None  # class of the encoder; None: the class that `model` names
     head: inference.HeadInfo | None = None
@@ -136,8 +137,9 @@ def select_leads(start: StartModel, config: FinetuneConfig) -> dict[str, Tensor]
 
 
 def with_exact_weights(config: FinetuneConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the weights, with those of a frozen encoder as they are in `start`: training in bf16
-    has rounded them."""
+    """Returns the weights of a trained model, with those of its frozen encoder taken from `start`,
+    since training in bf16 rounded them. If `start` has changed or cannot be read, warns and returns
+    the weights as they are."""
     kept = f"start={config.start}: the exported encoder is rounded to bf16, since the start"
     try:
         start = read_start_model(config.start, config.code)

@@ -76,7 +76,7 @@ from .start import (
     with_exact_weights,
 )
 
-# Facts on the labels that may change when a run is resumed
+# Those facts on the labels that may change when a run is resumed
 LABELS_MAY_CHANGE = ("labels.unknown_patients", "labels.center", "labels.scale")
 
 
@@ -93,8 +93,8 @@ def read_labels(config: FinetuneConfig, datasets: Sequence[Dataset]) -> TaskLabe
     columns = labels.table.column_names if labels.table else []
     if config.task.folds and ("fold" not in columns or not labels.task.folds):
         raise ConfigError(
-            "task.folds would be ignored, since the label table has no column `fold`, or because of "
-            f"task.split={config.task.split}: leave it out"
+            "task.folds would be ignored, since the label table has no column `fold` or "
+            f"task.split={config.task.split} does not use it: leave task.folds out"
         )
     return labels
 
@@ -102,8 +102,8 @@ def read_labels(config: FinetuneConfig, datasets: Sequence[Dataset]) -> TaskLabe
 def read_checked_labels(
     config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks
 ) -> TaskLabels:
-    """Returns the labels, and refuses leakage between datasets, as their roles were drawn
-    separately. All ranks call it together."""
+    """Returns the labels. If the datasets' roles split them, refuses leakage between the datasets,
+    as the roles of each dataset were drawn separately. All ranks call it together."""
     labels = read_labels(config, datasets)
     if labels.is_split_by_role:
         trained, held_out = [], []
@@ -151,7 +151,7 @@ class FinetuneTask(TrainingTask):
     targets: Targets
     readout: Readout
     held_out: HeldOutCrops
-    encoder: nn.Module | None  # an encoder that is not the authors'; None: the authors' encoder
+    encoder: nn.Module | None  # an encoder that is not the paper's; None: the paper's encoder
     # thresholds of the classes, from the last validation
     thresholds: list[float] = field(default_factory=list)
 
@@ -214,13 +214,13 @@ class FinetuneTask(TrainingTask):
         return self.kind.name == "identity"
 
     def may_change(self, fact: str) -> bool:
-        """Returns True for facts that may change when a run is resumed. `definition` is among them,
-        as the settings of the task, which it repeats, are compared by themselves."""
+        """Returns True for facts that may change when a run is resumed. `labels.definition` is
+        one: it repeats the settings of the task, which are compared on their own."""
         return fact in LABELS_MAY_CHANGE or fact.startswith("labels.definition.")
 
     def resume_facts(self) -> Facts:
-        """Returns the facts that must not change when a run is resumed. They include the start
-        model, whose architecture an export needs as well."""
+        """Returns the facts that must not change when a run is resumed. They include the name of
+        the start model, and the architecture, which an export needs as well."""
         model = self.architecture
         architecture = asdict(model) | {"encoder": portable_spec(model.encoder)}
         if not model.causal:  # left out, as runs of earlier versions lack this setting
@@ -235,7 +235,7 @@ class FinetuneTask(TrainingTask):
                 "center": self.targets.center_K.tolist(),
                 "scale": self.targets.scale_K.tolist(),
             }
-        # JSON types, as in the facts that a checkpoint returns
+        # converted to JSON types, which the facts in a checkpoint have
         facts = json.loads(json.dumps(facts))
         if not self.input.uses_stored_halves:
             facts["input"] = self.input.preprocessing_fields
@@ -296,7 +296,7 @@ class FinetuneTask(TrainingTask):
     @torch.no_grad()
     def _begin_at_means(self, model: Classifier) -> None:
         """Sets each class vector to the mean unit embedding of its class, minus the mean of all
-        embeddings, which would dominate every class vector."""
+        embeddings, because that mean would dominate every class vector."""
         encoder = model.encoder.eval()
         crops, exists, classes = [], [], []
         for n, y in enumerate(self.targets.y):
@@ -316,7 +316,8 @@ class FinetuneTask(TrainingTask):
     def _outputs_on_ranks(
         self, crops: list[tuple[Dataset, int]], forward: Any, between: Between = lambda: None
     ) -> Tensor:
-        """Returns the outputs for the windows of each crop, as many as a full crop has."""
+        """Returns the outputs for the windows of all crops, computed by all ranks together. Each crop
+        has as many windows as a full one: those that a short crop lacks are zeros."""
         return predict_on_ranks(
             self.config,
             self.ranks,
@@ -343,8 +344,8 @@ class FinetuneTask(TrainingTask):
         )
 
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
-        """Returns x_BSLT, the labels, which windows exist, the weights of the labels, and the
-        margin of ArcFace."""
+        """Returns the arguments of the model: x_BSLT, the labels, a mask of the windows that exist,
+        the weights of the labels, and the margin of ArcFace."""
         task, device = self.config.task, batch.x_BSLT.device
         y = batch.places.take(self.targets.y)
         exists_BS = self._existing_windows(batch.places.take(self.halves)).astype(np.float32)
@@ -444,7 +445,7 @@ class FinetuneTask(TrainingTask):
     def crop_uses(
         config: FinetuneConfig, state: Facts, run: Path, datasets: Sequence[Dataset]
     ) -> list[tuple[Dataset, Array, str]]:
-        if (run / LABELS).exists():  # the user's own table may have changed since
+        if (run / LABELS).exists():  # the user's own table may have changed since the training
             config = config.model_copy(
                 update={"task": replace(config.task, labels=str(run / LABELS))}
             )
@@ -473,7 +474,7 @@ class FinetuneTask(TrainingTask):
 def own_encoder_and_flops(
     config: FinetuneConfig, architecture: ModelConfig, start: StartModel, model_input: Input
 ) -> tuple[nn.Module | None, float]:
-    """Returns the encoder, if it is not the authors' (else None), and the FLOPs of a crop."""
+    """Returns the encoder, if it is not the paper's (else None), and the FLOPs of a crop."""
     encoder, _ = encoders.encoder_and_token_count(
         architecture, False, dtype_of(config), config.train.seed, start.kind, model_input.samples
     )

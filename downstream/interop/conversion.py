@@ -1,5 +1,6 @@
-"""Converts fairseq-signals checkpoints to model folders and back, exactly. Also converts other
-weights, together with the class that uses them: see downstream/convert.py.
+"""Converts fairseq-signals checkpoints to model folders and back, keeping every bit of the weights.
+Also makes a model folder from the weights of any other PyTorch class and its code: see
+downstream/convert.py.
 
     notes = from_fairseq(Path("CKPT.pt"), Path("OUT"), classes="label_def.csv")
     to_fairseq(Path("RUN"), Path("OUT.pt"))
@@ -75,13 +76,14 @@ from .fairseq import (
     weights_from_fairseq,
     weights_to_fairseq,
 )
-from .hub import front_matter
+from .hub import with_front_matter
 
-# A path with one of these names has z-scored training signals
+# If the data path in a checkpoint's settings contains one of these names, the training signals are
+# taken to be z-scored
 ZSCORED_NAMES = ("mimic_iv_ecg", "mimic-iv-ecg", "ecg_fm", "ecg-fm", "ecgfm")
 
 
-# bytes of pickled objects, without the tensors, which are stored separately
+# limit of a checkpoint's pickled objects in bytes. Tensors do not count: they are stored separately
 MAX_PICKLE = 256 * 2**20
 # Limits of settings written as JSON, where a shared object counts each time it occurs
 MAX_SETTINGS = 100_000  # JSON tokens
@@ -104,7 +106,7 @@ def from_fairseq(
         )
     state = float_tensors(content.get("model"), checkpoint)
     config = read_model_config(cfg["model"])
-    # Cloned, as safetensors refuses tied tensors
+    # The weights are cloned, as safetensors refuses tensors that share memory
     weights = {name: w.clone() for name, w in weights_from_fairseq(state, config).items()}
     preprocessing, notes = _preprocessing_and_notes(cfg, config, scale, fs_hz)
     document: Settings = {
@@ -126,7 +128,7 @@ def from_fairseq(
         )
     parameters = sum(w.numel() for w in weights.values())
     card = _model_card(checkpoint.name, config, preprocessing, names, parameters)
-    write_model(out, weights, document, preprocessing, front_matter({}, card))
+    write_model(out, weights, document, preprocessing, with_front_matter({}, card))
     return notes
 
 
@@ -212,8 +214,8 @@ def _settings_section(settings: Settings, name: str) -> Settings:
 
 
 def _guess_scale(cfg: Settings) -> str:
-    """Returns the scale of the input. It is a guess for ECG-FM, whose training signals were
-    z-scored, as only their paths reveal."""
+    """Returns the scale of the model's input. "zscore" is a guess from the data paths, as nothing
+    else in the settings of ECG-FM reveals that its training signals were z-scored."""
     task = _settings_section(cfg, "task")
     model_and_task = {**cfg["model"], **task}
     if model_and_task.get("filter"):
@@ -242,8 +244,8 @@ def _unconvertible_error(key: str, value: Any, why: str) -> ConfigError:
 
 
 def class_names(text: str, outputs: int) -> list[str]:
-    """Returns the names in a text A,B,C; or in a file: the column `name` of a CSV (such as ECG-FM's
-    label_def.csv), or one name per line."""
+    """Returns the names in a text A,B,C, or in a file: in the column `name` of a CSV (such as
+    ECG-FM's label_def.csv), or one per line. Without a text, they are class_0, class_1, ..."""
     if not text:
         return [f"class_{i}" for i in range(outputs)]
     if not outputs:
@@ -305,7 +307,7 @@ def to_fairseq(run: str | Path, out: Path) -> None:
         document = read_document(folder / CONFIG)
         config, state = config_of(document, folder / CONFIG), load_weights(folder)
         preprocessing = read_document(folder / PREPROCESSING)
-    # Written by from_fairseq. Models trained with omnilead have no such section
+    # from_fairseq writes this section; a model trained with omnilead has none
     origin = document.get("fairseq") or {}
     if not any(name.startswith("local.") for name in state) and not (
         origin and output_count(state)
@@ -329,7 +331,7 @@ def to_fairseq(run: str | Path, out: Path) -> None:
             name: their_weights.pop(name) for name in origin.get("order") or list(their_weights)
         }
         if their_weights:
-            raise LookupError(f"order lacks the weight {next(iter(their_weights))}")
+            raise LookupError(f"its list `order` lacks the weight {next(iter(their_weights))}")
         cfg = origin.get("cfg") or fairseq_settings(
             config, model_input.seen_leads if model_input else ALL_LEADS
         )
@@ -362,10 +364,10 @@ def require_fairseq_input(run: str | Path, model_input: Input, preprocessing: Se
         )
     leads = f"{run}: its leads are {describe_leads(model_input.leads)}"
     if model_input.leads != tuple(sorted(model_input.leads)):
-        raise ConfigError(f"{leads}: fairseq-signals has leads in the usual order only")
+        raise ConfigError(f"{leads}: fairseq-signals takes leads only in the usual order, I to V6")
     if model_input.leads != ALL_LEADS and model_input.seen_leads != model_input.leads:
         raise ConfigError(
-            f"{leads}, but it was trained on some of them: fairseq-signals has no setting for that"
+            f"{leads}, but it was trained on only some of them: fairseq-signals has no setting for that"
         )
 
 
@@ -431,8 +433,8 @@ class StandIn:
 
     def __setstate__(self, state: Any) -> None:
         """Keeps the settings of the replaced object: argparse.Namespace has them in its state, and
-        nodes of OmegaConf have them in _content and _val."""
-        # the first part of the state of an object with slots
+        nodes of OmegaConf have them in _content or _val."""
+        # The state of an object with slots is a tuple, whose first part is its __dict__
         if isinstance(state, tuple) and state:
             state = state[0]
         if isinstance(state, dict):
@@ -509,7 +511,8 @@ def float_tensors(values: Any, path: Path) -> Weights:
         left -= math.prod(value.shape) * value.element_size()
         if left < 0:
             raise ConfigError(
-                f"{path}: the weights up to {name} {tuple(value.shape)} are larger than the file"
+                f"{path}: the weights up to {name} {tuple(value.shape)} are larger than the file, as some "
+                "share or repeat stored numbers: save a clone of each weight"
             )
     return values
 
@@ -518,8 +521,8 @@ EMBED_ALONE = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from omnilead.downstream.interop.conversion import embed_alone; embed_alone()"
 )
-# The folders from which a plug-in may read, besides its model folder: it must load without other
-# files
+# A converted model must load without other files of the user: while it is checked, its code may read
+# only modules, its own folder and these folders
 SYSTEM_FOLDERS = "/proc", "/sys", "/etc", sys.prefix, sys.base_prefix, site.getuserbase()
 
 
@@ -550,7 +553,7 @@ def from_torch(
     names, left = matching_names_and_remark(
         path, module.state_dict(), file_weights, prefix, renamed
     )
-    load_tensors(path, module, {name: file_weights[their] for name, their in names.items()})
+    load_into_encoder(path, module, {name: file_weights[their] for name, their in names.items()})
     c_RD = mean_embedding(module, x_RLT)
     if outputs_agree(c_RD, fresh_RD):
         raise ConfigError(
@@ -604,7 +607,8 @@ def read_tensors(path: Path) -> Weights:
         with blaming(str(path)):
             return load_file(path)
     tensors: Weights = {}
-    seen: set[int] = set()  # dictionaries that were read: one may be in many others, or in itself
+    # ids of the dictionaries already read: one may be in many others, or in itself
+    seen: set[int] = set()
     waiting: list[tuple[str, dict[Any, Any]]] = [("", read_checkpoint(path))]
     for prefix, values in waiting:
         if id(values) in seen or len(prefix) > MAX_TEXT:
@@ -628,8 +632,9 @@ def matching_names_and_remark(
     prefix: str,
     renamed: Sequence[Sequence[str]],
 ) -> tuple[dict[str, str], str]:
-    """Returns {name in the class: name in the file}, and a text on the other names in the file. The
-    names in the file may all have a prefix, such as state_dict.module."""
+    """Returns {name of a weight in the class: its name in the file}, and a text that lists the
+    other weights in the file. The names in the file may all have a prefix, such as
+    "state_dict.module."."""
     inner_names = {}
     for name in encoder_weights:
         inner_names[name] = name
@@ -670,7 +675,7 @@ def matching_names_and_remark(
     return names, left
 
 
-def load_tensors(path: Path, encoder: nn.Module, weights: Weights) -> None:
+def load_into_encoder(path: Path, encoder: nn.Module, weights: Weights) -> None:
     with blaming(str(path)):
         for name, own_weight in encoder.state_dict().items():
             if own_weight.is_floating_point() and not weights[name].is_floating_point():
@@ -697,8 +702,8 @@ def mean_embedding(encoder: nn.Module, x_RLT: Tensor) -> Tensor:
 
 
 def embed_alone() -> None:
-    """Saves the embedding that the model in this folder gives, while no other file of the user can
-    be read. Must run in a process of its own, as Python cannot remove an audit hook."""
+    """Saves the embedding that the model in the folder `model` gives, while no other file of the
+    user can be read. Must run in a process of its own, as Python cannot remove an audit hook."""
     sys.addaudithook(_refuse_other_files)
     model = load("model", code=True)
     save_file({"c_RD": mean_embedding(model.encoder, fixed_input(model.preprocessing))}, "alone")
@@ -732,4 +737,4 @@ To check by hand: the class with the original weights, in eval mode, gives
     x = {origin["input"]}
     {name}(leads={config.leads}, **{config.options})(x).mean(1)[0, :{MAX_SHOWN_ITEMS}]      # {origin["embedding"]}
 """
-    return front_matter({}, text)
+    return with_front_matter({}, text)

@@ -35,7 +35,7 @@ from omnilead.engine.model.s4 import S4, conjugate_pair_basis
 from omnilead.engine.settings.errors import ConfigError, blaming, join_first_names
 
 from .conversion import float_tensors, preprocessing_document, read_tensors
-from .hub import front_matter
+from .hub import with_front_matter
 
 Weights = dict[str, Tensor]
 FIRST_WEIGHT = "encoder.layers.0.0.weight"
@@ -44,19 +44,21 @@ LAYER_PREFIX, NORM_PREFIX = "predictor.predictor.s4_layers", "predictor.predicto
 KERNEL = "kernel.kernel"
 FROZEN_PARTS = ("B", "P", "Q", "w", "omega", "z")  # frozen weights of a kernel, besides log_dt
 NETWORK_PREFIXES = ("encoder.", "predictor.")
-BATCH_COUNT = "num_batches_tracked"  # ends the name of a counter, which our batch norms do not use
+# end of the name of a counter that batch norms have, but ours do not use
+BATCH_COUNT_SUFFIX = "num_batches_tracked"
 FS_HZ, CLIP_MV, WINDOW_S = 240.0, 3.0, 2.5
-FROZEN_TOLERANCE = 1e-4  # relative error of frozen weights, which the checkpoint has in float32
+FROZEN_TOLERANCE = 1e-4  # largest relative error allowed in frozen weights, which are float32
 ECG_CPC_HINT = "is it a checkpoint of ECG-CPC?"
 
 
 def from_ecg_cpc(checkpoint: Path, out: Path) -> list[str]:
-    """Writes a model folder. Returns notes on what was left out and on what was assumed."""
+    """Writes a model folder from a checkpoint of ECG-CPC. Returns notes on what was left out and
+    on what was assumed."""
     require_new_or_empty_folder(out)
     tensors = read_tensors(checkpoint)
     with blaming(str(checkpoint)):
         state = without_prefix(tensors)
-    floats = {name: w for name, w in state.items() if not name.endswith(BATCH_COUNT)}
+    floats = {name: w for name, w in state.items() if not name.endswith(BATCH_COUNT_SUFFIX)}
     with blaming(str(checkpoint)):
         options, weights = options_and_weights(float_tensors(floats, checkpoint))
     config = ModelConfig(encoder="s4", options=options)
@@ -64,7 +66,7 @@ def from_ecg_cpc(checkpoint: Path, out: Path) -> list[str]:
         "clip_mv": CLIP_MV
     }
     parameters = sum(w.numel() for name, w in weights.items() if "running" not in name)
-    card = front_matter({}, _model_card(checkpoint.name, options, preprocessing, parameters))
+    card = with_front_matter({}, _model_card(checkpoint.name, options, preprocessing, parameters))
     encoder = {f"encoder.{name}": w for name, w in weights.items()}
     write_model(out, encoder, {"model": asdict(config)}, preprocessing, card)
     notes = [
@@ -99,7 +101,7 @@ def options_and_weights(state: Weights) -> tuple[dict[str, Any], Weights]:
     state = {
         name: w for name, w in without_prefix(state).items() if name.startswith(NETWORK_PREFIXES)
     }
-    state = {name: w for name, w in state.items() if not name.endswith(BATCH_COUNT)}
+    state = {name: w for name, w in state.items() if not name.endswith(BATCH_COUNT_SUFFIX)}
     options = read_options(state)
     with torch.device("meta"):
         expected = S4(len(LEADS), **options).state_dict()
@@ -111,7 +113,7 @@ def options_and_weights(state: Weights) -> tuple[dict[str, Any], Weights]:
         raise ConfigError(f"the weights do not fit the model: {wrong}")
     weights: Weights = {}
     for name, tensor in expected.items():
-        if name.endswith(BATCH_COUNT):
+        if name.endswith(BATCH_COUNT_SUFFIX):
             weights[name] = torch.zeros((), dtype=torch.int64)
             continue
         weight, shape = state[names[name]], list(tensor.shape)
@@ -131,7 +133,7 @@ def options_and_weights(state: Weights) -> tuple[dict[str, Any], Weights]:
 
 def without_prefix(state: Weights) -> Weights:
     """Returns the weights without the prefix that Lightning gives to the network's names, such as
-    model."""
+    "model."."""
     prefixes = [name.removesuffix(FIRST_WEIGHT) for name in state if name.endswith(FIRST_WEIGHT)]
     if len(prefixes) != 1:
         raise ConfigError(
@@ -189,8 +191,9 @@ def ecg_cpc_names(options: dict[str, Any]) -> dict[str, str]:
 
 
 def to_our_basis(state: Weights, kernel: str, states: int) -> Tensor:
-    """Returns C in our basis. Each eigenvector of the checkpoint has a phase of its own, which is
-    also in its P."""
+    """Returns C in our basis: multiplied by the phases of P, because each eigenvector of the
+    checkpoint has a phase of its own, which is also in P. Raises ConfigError if P, B or w are not
+    those of HiPPO-LegS."""
     c, p, b, w = (torch.view_as_complex(state[kernel + name].double()) for name in "CPBw")
     phase = p / p.abs()
     expected_w, expected_p, _ = conjugate_pair_basis(states)

@@ -1,7 +1,7 @@
 """Converts weights and settings from and to fairseq-signals, exactly.
 
     weights_from_fairseq(state, config)     our state_dict
-    weights_to_fairseq(state, config)       the authors'
+    weights_to_fairseq(state, config)       that of fairseq-signals
     read_model_config(cfg)         ModelConfig
 
 Only names, concatenation and the order of axes change: every number keeps its bits. Source: state
@@ -26,12 +26,12 @@ from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import ALL_LEADS, describe_leads
 
-NORM_KEYS = {
+WEIGHT_NORM_KEYS = {
     "parametrizations": ("parametrizations.weight.original0", "parametrizations.weight.original1"),
     "weight_g": ("weight_g", "weight_v"),
 }
-CONVOLUTION = re.compile(r"encoder\.conv\.blocks\.(\d+)\.weight")
-# our conv_norm for each extractor_mode of the authors
+CONVOLUTION_WEIGHT = re.compile(r"encoder\.conv\.blocks\.(\d+)\.weight")
+# our conv_norm for each extractor_mode of fairseq-signals
 CONV_NORM_OF_MODE = {"default": "group", "layer_norm": "layer"}
 # errors by ast.literal_eval, and by the conversion of its result, for malformed text
 MALFORMED_ERRORS = (
@@ -45,7 +45,7 @@ MALFORMED_ERRORS = (
 )
 # limits for settings given as text: convolution blocks, and characters
 MAX_BLOCKS, MAX_TEXT = 64, 1000
-LAYER_MODULES = {  # modules of a transformer layer: {our name: the authors' names}
+LAYER_MODULES = {  # modules of a transformer layer: {our name: the names in fairseq-signals}
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.out": ("self_attn.out_proj",),
     "norm1": ("self_attn_layer_norm",),
@@ -62,7 +62,7 @@ TASK_SETTINGS = {
 Value = TypeVar("Value")
 Weights = dict[str, Tensor]
 Settings = dict[str, Any]
-SETTING_NAMES = {  # our name of a setting: (the authors' name, the authors' default)
+SETTING_NAMES = {  # {our name of a setting: (its name in fairseq-signals, its default there)}
     "leads": ("in_d", 12),
     "feature_grad": ("feature_grad_mult", 0.1),
     "width": ("encoder_embed_dim", None),
@@ -83,7 +83,7 @@ SETTING_NAMES = {  # our name of a setting: (the authors' name, the authors' def
     "mask_share": ("mask_prob", 0.65),
     "mask_span": ("mask_length", 10),
 }
-# settings of the authors that change the computation, with the only value supported here
+# settings of fairseq-signals that change the computation: {name: the only value supported here}
 FIXED_SETTINGS = {
     "layer_norm_first": False,
     "conv_bias": False,
@@ -107,8 +107,8 @@ def weight_norm_spelling(state: Weights) -> str:
 
 
 def output_count(state: Weights) -> int:
-    """Returns the number of outputs of a classifier, whose weights have the authors' names or ours;
-    0 for a model that is only pre-trained."""
+    """Returns the number of outputs of a classifier, or 0 for a model that is only pre-trained. The
+    weights may have our names or those of fairseq-signals."""
     is_theirs = any(name.startswith("encoder.feature_extractor.") for name in state)
     head = state.get("proj.weight" if is_theirs else "head.weight")
     return len(head) if head is not None and head.ndim else int(is_theirs)
@@ -117,8 +117,8 @@ def output_count(state: Weights) -> int:
 def fairseq_names(
     config: ModelConfig, spelled: str = "parametrizations", classifier: bool = False
 ) -> dict[str, list[str]]:
-    """Returns {our name of a weight: the authors' names}. There are several if our weight is the
-    concatenation of their weights."""
+    """Returns {our name of a weight: its names in fairseq-signals}. There are several names if our
+    weight is the concatenation of several weights there."""
     table: dict[str, list[str]] = {}
 
     def add_names(ours: str, *theirs: str) -> None:
@@ -141,7 +141,7 @@ def fairseq_names(
         layer = f"encoder.layers.{i}"
         for ours, theirs in LAYER_MODULES.items():
             add_names(f"{layer}.{ours}", *(f"{layer}.{their}" for their in theirs))
-    gain, direction = NORM_KEYS[spelled]
+    gain, direction = WEIGHT_NORM_KEYS[spelled]
     for name, their in (("gain", gain), ("direction", direction), ("bias", "bias")):
         table[f"encoder.position.{name}"] = [f"conv_pos.pos_conv.0.{their}"]
     table["encoder.mask_embedding"] = ["mask_emb"]
@@ -158,8 +158,8 @@ def fairseq_names(
 
 
 def meta_weights(config: ModelConfig, state: Weights) -> Weights:
-    """Returns all weights that our model has, as meta tensors. They are those of a classifier if
-    `state` is the state_dict of a classifier, by the authors' names or ours."""
+    """Returns all weights of our model as meta tensors, which have a shape but no numbers. The model
+    is a classifier if `state` is the state_dict of one, by our names or those of fairseq-signals."""
     with torch.device("meta"):
         weights = dict(Pretrainer(config, ObjectiveConfig()).state_dict())
         classes = output_count(state)
@@ -175,11 +175,11 @@ def meta_weights(config: ModelConfig, state: Weights) -> Weights:
 
 def weights_from_fairseq(state: Weights, config: ModelConfig) -> Weights:
     spelled, our_weights = weight_norm_spelling(state), meta_weights(config, state)
-    _require_shapes(state, _rename_weights(our_weights, config, spelled))
+    _require_shapes(state, _convert_to_fairseq(our_weights, config, spelled))
     converted = {}
     for name, parts in _names_in_state(our_weights, config, spelled).items():
         weights = torch.cat([state[part] for part in parts]) if len(parts) > 1 else state[parts[0]]
-        if CONVOLUTION.fullmatch(name):  # from [out, in, kernel] to [out, kernel * in]
+        if CONVOLUTION_WEIGHT.fullmatch(name):  # from [out, in, kernel] to [out, kernel * in]
             weights = weights.transpose(1, 2)
         converted[name] = weights.reshape(our_weights[name].shape).contiguous()
     return converted
@@ -189,20 +189,20 @@ def weights_to_fairseq(
     state: Weights, config: ModelConfig, spelled: str = "parametrizations"
 ) -> Weights:
     _require_shapes(state, meta_weights(config, state))
-    return _rename_weights(state, config, spelled)
+    return _convert_to_fairseq(state, config, spelled)
 
 
 def _names_in_state(state: Weights, config: ModelConfig, spelled: str) -> dict[str, list[str]]:
-    """Returns {our name: the authors' names} for the weights in `state`."""
+    """Returns {our name: the names in fairseq-signals} for the weights in `state`."""
     table = fairseq_names(config, spelled, output_count(state) > 0)
     return {name: parts for name, parts in table.items() if name in state}
 
 
-def _rename_weights(state: Weights, config: ModelConfig, spelled: str) -> Weights:
+def _convert_to_fairseq(state: Weights, config: ModelConfig, spelled: str) -> Weights:
     renamed: Weights = {}
     for name, parts in _names_in_state(state, config, spelled).items():
         weights = state[name]
-        if block := CONVOLUTION.fullmatch(name):
+        if block := CONVOLUTION_WEIGHT.fullmatch(name):
             _, kernel = config.conv[int(block[1])]
             weights = weights.unflatten(1, (kernel, -1)).transpose(1, 2)
         elif name.endswith("codebook"):
@@ -222,8 +222,8 @@ def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
 
 
 def read_model_config(cfg: Settings) -> ModelConfig:
-    """Returns the model settings in the section `model` of the authors' configuration. The section
-    of a classifier may contain the section of its pre-trained model, which counts instead."""
+    """Returns the model settings in the section `model` of a fairseq-signals configuration. If the
+    section of a classifier contains that of its pre-trained model, the inner one is read instead."""
     for key in ("args", "w2v_args"):
         inner = cfg.get(key)
         if isinstance(inner, dict) and isinstance(inner.get("model"), dict):
@@ -284,8 +284,8 @@ def _parse_temperatures(value: Any) -> dict[str, float]:
 
 
 def _parse_blocks(value: Any) -> list[tuple[int, int]]:
-    """Parses a stack of convolutions, which is a text that the authors eval(). For example, "[(256,
-    2, 2)] * 3 + [(512, 2, 2)]" gives four blocks."""
+    """Parses the text of a stack of convolutions, which fairseq-signals passes to eval(). For
+    example, "[(256, 2, 2)] * 3 + [(512, 2, 2)]" gives four blocks."""
     text, layers = str(value), list[tuple[int, int, int]]()
     if len(text) > MAX_TEXT:
         raise ValueError
@@ -298,7 +298,7 @@ def _parse_blocks(value: Any) -> list[tuple[int, int]]:
 
 
 def fairseq_settings(config: ModelConfig, seen: tuple[int, ...] = ALL_LEADS) -> Settings:
-    """Returns the part of the authors' configuration that is needed to build one of our models:
+    """Returns the part of a fairseq-signals configuration from which it can build one of our models:
     cfg.model, cfg.task and cfg.criterion. `seen`: the leads on which the model was trained."""
     model = {"_name": "wav2vec2_cmsc", "apply_mask": True, "encoder_layerdrop": 0.0}
     model |= {

@@ -1,6 +1,8 @@
-"""Uploads models to the Hugging Face Hub and downloads them: `omnilead hub push|pull`.
-(omnilead.load("hf://org/name@revision") loads one.) Also writes the model card of a run,
-RUN/model/README.md, as the Hub shows it."""
+"""Uploads models to the Hugging Face Hub and downloads them: `omnilead hub push|pull`. Also makes
+the model card of a run, RUN/model/README.md, which the Hub shows.
+
+omnilead.load("hf://org/name@revision") loads a model from the Hub.
+"""
 
 import hashlib
 import math
@@ -68,7 +70,7 @@ PREDICT_EXAMPLE = """    answers = model.predict(signal, fs_hz=500, leads=["I", 
 """
 
 
-def front_matter(facts: Facts, card: str = "") -> str:
+def with_front_matter(facts: Facts, card: str = "") -> str:
     """Returns a model card with the YAML front matter for Hugging Face. Front matter that `card`
     already has is kept, except for entries that are in `facts`."""
     before, body = {"library_name": "omnilead", "license": "unknown", "tags": list(HUB_TAGS)}, card
@@ -120,7 +122,7 @@ def model_card(
         facts["model-index"] = [
             {"name": title, "results": [_model_index_result(name, sources, measured)]}
         ]
-    return front_matter(facts, card)
+    return with_front_matter(facts, card)
 
 
 def _validation_numbers(run: Path, step: int) -> Facts:
@@ -172,7 +174,7 @@ def files_to_upload(folder: Path, licence: str | None = None) -> dict[str, Path 
     if (folder / CARD).is_file():
         card = (folder / CARD).read_text()
     facts = {"license": licence} if licence else {}
-    files[CARD] = front_matter(facts, without_paths(card)).encode()
+    files[CARD] = with_front_matter(facts, without_paths(card)).encode()
     if SEEN in files:
         record = read_seen(folder)
         public = without_guessable_hashes(record)

@@ -36,9 +36,9 @@ from ..tasks.readout import measures_signal
 NEEDED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 # (segments, their length in windows), on which each export is checked
 CHECKED_SIZES = ((1, 1.0), (3, 1.0))
-OTHER_LENGTHS = ((2, 2.0), (5, 0.495))  # further sizes, for encoders that take any length
+ANY_LENGTH_SIZES = ((2, 2.0), (5, 0.495))  # further sizes, for encoders that take any length
 FIXED_LENGTH_ENCODERS = ("s4",)  # S4 cuts a segment into chunks, whose number the export fixes
-MAX_DIFFERENCE = 1e-4  # between the outputs of onnxruntime and of PyTorch
+MAX_DIFFERENCE = 1e-4  # largest difference allowed between onnxruntime's and PyTorch's outputs
 
 
 class ExportedModel(nn.Module):
@@ -47,7 +47,8 @@ class ExportedModel(nn.Module):
         self.model = deepcopy(model).cpu().float().eval()
         if isinstance(model.head, Trees):
             self.model.head = None
-        # If the length may vary, torch.onnx takes minutes for each padding of a deep network
+        # A plugged-in encoder is exported for one length: if the length may vary, torch.onnx takes
+        # minutes for each padding of a deep network
         encoder = config_of(model.config).encoder
         self.any_length = plugin_file(encoder) is None and encoder not in FIXED_LENGTH_ENCODERS
 
@@ -75,13 +76,13 @@ def to_onnx(model: TrainedModel, out: Path) -> float:
     elif model.head and measures_signal(model.readout):
         raise ConfigError(
             f"{out}: ONNX cannot measure rhythm and beats, which the head needs: fit a head that does not "
-            "need them: `omnilead fit --readout mean+std`"
+            "need them (`omnilead fit --readout mean+std`)"
         )
     outputs, temporary = ExportedModel(model), out.with_name(f".{out.name}.{os.getpid()}")
     try:
         write_onnx(outputs, temporary)
         differences = []
-        for segments, length in CHECKED_SIZES + OTHER_LENGTHS * outputs.any_length:
+        for segments, length in CHECKED_SIZES + ANY_LENGTH_SIZES * outputs.any_length:
             samples = int(length * model.input.samples)
             shape = f"{out}: the exported model must take {segments} segments of {samples} samples"
             with blaming(shape):

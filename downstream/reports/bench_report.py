@@ -24,13 +24,13 @@ from omnilead.engine.settings.metrics import METRIC_OF
 from ..evaluation.differences import ROW_KEYS
 
 METRIC_LABELS = {metric.name: metric.label for metric in METRIC_OF.values() if metric.in_bench}
-METRIC_LABELS["accuracy"] = "accuracy, cosine"  # `accuracy` is of patient identification
+METRIC_LABELS["accuracy"] = "accuracy, cosine"  # the accuracy of patient identification
 RESAMPLED_OVER = (
     "over test patients, over the seeds or draws of a row and, at small shares, over the drawn "
     "labelled patients; the gallery, and labelled patients drawn only once, are held fixed"
 )
 INTERVAL_NOTE = f"In brackets: 95 % intervals {RESAMPLED_OVER}. Differences use the same resamples."
-TUNED_INTERVAL_NOTE = (
+FINETUNED_INTERVAL_NOTE = (
     "In brackets: 95 % intervals over test patients and seeds. Differences use the same resamples."
 )
 BENCH_INK = "#111111"
@@ -67,24 +67,24 @@ def write_comparison(document: Row, out: Path) -> None:
     write_whole(out / "bench.json", json.dumps(document, indent=1) + "\n")
 
 
-def rows_by_panel(document: Row) -> dict[tuple[str, str], list[Row]]:
-    """Returns the rows of each panel, which shows one task and metric."""
-    rows_of_panels: dict[tuple[str, str], list[Row]] = {}
+def rows_by_metric(document: Row) -> dict[tuple[str, str], list[Row]]:
+    """Returns the rows of each task and metric: {(task, metric): rows}."""
+    rows_of_metrics: dict[tuple[str, str], list[Row]] = {}
     for row in document["rows"]:
         for metric in [name for name in row["metrics"] if name in METRIC_LABELS]:
-            rows_of_panels.setdefault((row["task"], metric), []).append(row)
-    return rows_of_panels
+            rows_of_metrics.setdefault((row["task"], metric), []).append(row)
+    return rows_of_metrics
 
 
 def comparison_markdown(document: Row) -> str:
     several = any("each" in row for row in document["rows"])
     title, intervals = f"Frozen embeddings: {document['data']}", INTERVAL_NOTE
     if all("each" in row for row in document["rows"]):
-        title, intervals = f"Fine-tuned models: {document['data']}", TUNED_INTERVAL_NOTE
+        title, intervals = f"Fine-tuned models: {document['data']}", FINETUNED_INTERVAL_NOTE
     if document.get("test_data"):
         title += f", tested on {document['test_data']}"
     text = [f"# {title}", "", intervals]
-    for (task, metric), rows in rows_by_panel(document).items():
+    for (task, metric), rows in rows_by_metric(document).items():
         table = score_table(document, rows, metric, several)
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         table.insert(1, ["-" * width for width in widths])
@@ -109,7 +109,7 @@ def verdict_sentences(document: Row) -> list[str]:
         if gap["against"] == first and None not in (gap["difference"], *gap["interval"])
     }
     sentences = []
-    for (task, metric), rows in rows_by_panel(document).items():
+    for (task, metric), rows in rows_by_metric(document).items():
         if metric != next(iter(rows[0]["metrics"])):
             continue
         lower = bool(METRIC_OF[metric].lower_is_better)
@@ -120,7 +120,7 @@ def verdict_sentences(document: Row) -> list[str]:
                 for row in rows
                 if row["leads"] == leads
                 and (row["share"] or 0) == share
-                # not the random weights with which it is compared
+                # leaves out the random weights with which the first model is compared
                 and row["model"] != document["models"][first]
                 and (*_row_key(row), metric) in gaps
             ]
@@ -205,12 +205,12 @@ def _cell_text(value: float | None, ends: Sequence[float | None] = (), sign: str
 def draw_comparison(document: Row) -> Figure:
     """Draws a row of panels for each task and metric, with one panel for each set of leads. In a
     panel, each model has a line, and on it a dot with its interval for each share of labels."""
-    by_panel = rows_by_panel(document)
+    by_metric = rows_by_metric(document)
     columns = list(dict.fromkeys(row["leads"] for row in document["rows"]))
     shares = sorted({row["share"] for row in document["rows"]} - {None})
     marks = dict(zip(shares, cycle(SHARE_MARKERS), strict=False))
     models = []  # for each row of panels, its models in the order of the comparison
-    for rows in by_panel.values():
+    for rows in by_metric.values():
         models_drawn = {row["model"] for row in rows}
         models.append([name for name in document["models"] if name in models_drawn])
     heights = [0.9 + len(names) * (0.14 + 0.11 * max(1, len(shares))) for names in models]
@@ -218,14 +218,16 @@ def draw_comparison(document: Row) -> Figure:
     with matplotlib.rc_context(BENCH_STYLE):
         figure = Figure((width, sum(heights) + 0.4), layout="constrained")
         grid = figure.subplots(
-            len(by_panel),
+            len(by_metric),
             len(columns),
             squeeze=False,
             sharex="row",
             sharey="row",
             height_ratios=heights,
         )
-        for ((task, metric), rows), names, line in zip(by_panel.items(), models, grid, strict=True):
+        for ((task, metric), rows), names, line in zip(
+            by_metric.items(), models, grid, strict=True
+        ):
             for column, axes in zip(columns, line, strict=True):
                 of_panel = [row for row in rows if row["leads"] == column]
                 _draw_panel(axes, of_panel, metric, names, marks)

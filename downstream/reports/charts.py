@@ -41,7 +41,8 @@ styled = matplotlib.rc_context(CHART_STYLE)  # decorates functions that draw
 # dotted lines for chance, equality, the best step, and a mean with its limits
 GUIDE_STYLE: Any = {"color": "#75757d", "ls": ":", "lw": 1.2}
 MANY_POINTS = 1000  # a line with more points is drawn as an image, so that the page stays small
-LIMITS_SD = 1.96  # within so many standard deviations lie 95 % of normally distributed differences
+# 95 % of normally distributed differences lie within this many standard deviations of their mean
+LIMITS_SD = 1.96
 
 
 def figure_and_panels(count: int, size_in: float = 2.4) -> tuple[Figure, Any]:
@@ -125,7 +126,7 @@ def agreement_plots(name: str, value_N: Array, prediction_N: Array, unit: str) -
 
 @styled
 def share_curves(title: str, xlabel: str, lines: Mapping[str, Line]) -> Picture:
-    """Draws lines for shares of patients or of records, over time or rank."""
+    """Draws curves of a share (of patients or of records) over time or over rank."""
     figure = Figure((6.4, 3.2), layout="constrained")
     axes: Axes = figure.subplots()
     for name, (x, y) in lines.items():

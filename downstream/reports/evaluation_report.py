@@ -27,8 +27,8 @@ from ..tasks.metrics import TOO_FEW_NOTE, Array, kaplan_meier_curve, predict_cla
 from . import charts
 from .page import Picture, metric_title, number_text, readable_items, render_page, to_picture
 
-MAX_CLASSES_DRAWN = 6  # only so many classes, the most frequent ones, have counts and curves
-WORST_ECGS = 12  # number of ECGs with the largest errors that are drawn
+MAX_CLASSES_DRAWN = 6  # counts and curves are of at most this many classes, the most frequent
+WORST_ECGS = 12  # at most this many ECGs are drawn, those with the largest errors
 NO_INTERVAL = "no interval"
 NO_INTERVAL_NOTE = f"{TOO_FEW_NOTE} have no interval, nor has a score on which all resamples agree."
 COUNT_TITLES = {
@@ -43,8 +43,8 @@ Table = list[list[str]]
 def report_page(
     result: TaskResult | IdentificationResult, data: Datasets | None = None, halves: bool = False
 ) -> str:
-    """Returns the HTML report of an evaluation. `halves`: lists the scores of single windows,
-    too."""
+    """Returns the HTML report of an evaluation. `halves`: if True, it also lists the scores of single
+    windows."""
     content = (
         task_page_content(result, data, halves)
         if isinstance(result, TaskResult)
@@ -89,8 +89,8 @@ def task_page_content(result: TaskResult, data: Datasets | None, halves: bool) -
             continue
         tables[f"By {name}"] = group_table(name, groups, next(iter(record["intervals"])))
     without = any(NO_INTERVAL in row for table in tables.values() for row in table)
-    figures = {"regression": agreement_figures, "survival": survival_figures}.get(
-        head.kind, decision_figures
+    content_of_kind = {"regression": agreement_content, "survival": survival_content}.get(
+        head.kind, decision_content
     )
     worst = []
     if data is not None and result.crops_N is not None and head.kind != "survival":
@@ -104,7 +104,7 @@ def task_page_content(result: TaskResult, data: Datasets | None, halves: bool) -
         "worst": worst,
         "tables": tables,
         "tables_note": NO_INTERVAL_NOTE if without else "",
-        **figures(head, y_NK, scores_NK),
+        **content_of_kind(head, y_NK, scores_NK),
     }
 
 
@@ -182,7 +182,7 @@ def group_table(name: str, groups: Mapping[str, Facts], score: str) -> Table:
     return table
 
 
-def decision_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
+def decision_content(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
     """Returns counts of records at the operating points of the model, and curves of the most
     frequent classes."""
     frequent = np.argsort(-(y_NK == 1).sum(0), kind="stable")[:MAX_CLASSES_DRAWN].tolist()
@@ -254,7 +254,7 @@ def confusion_table(head: HeadInfo, y_NK: Array, scores_NK: Array) -> Table:
     return table
 
 
-def agreement_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
+def agreement_content(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
     curves = []
     for k, name in enumerate(head.classes):
         is_known = np.isfinite(y_NK[:, k])
@@ -264,7 +264,7 @@ def agreement_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str
     return {"decisions": {}, "curves_title": "Predicted and true values", "curves": curves}
 
 
-def survival_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
+def survival_content(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
     """Returns Kaplan-Meier curves of the records in thirds of the predicted risk, and a table of
     how many records are at risk over time."""
     is_known = ~np.isnan(y_NK[:, 0])

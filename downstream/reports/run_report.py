@@ -1,4 +1,5 @@
-"""Writes RUN/report.html, one self-contained page on a run: its results, warnings and three curves.
+"""Writes RUN/report.html, one self-contained page on a run: its results and warnings, and curves of
+the loss, the held-out score and the speed.
 
     omnilead status RUN --html
 
@@ -40,12 +41,12 @@ from .charts import curves_over_steps
 from .page import Picture, metric_title, number_text, readable_items, render_page
 
 RESULT_FILE = "result.json"
-# If train.patience is 0, a run has converged after so many validations without improvement
+# If train.patience is 0, a run counts as converged after this many validations without improvement
 DEFAULT_PATIENCE = 10
-RECENT_STEPS = 10  # the mean of recent values is over so many logged steps
+RECENT_STEPS = 10  # number of logged steps over which recent values are averaged
 IDENTIFICATION_METRIC = "identification_accuracy"
-# Facts of run.json that the page does not list, as it shows them elsewhere or as only a resumed run
-# needs them
+# Beginnings of the names of facts in run.json that the page does not list, as it shows them elsewhere
+# or as only a resumed run needs them
 UNLISTED_FACTS = (
     "config.",
     "dataset_paths",
@@ -78,8 +79,8 @@ class StepLog:
         return float(values[np.isfinite(values)].mean()) if np.isfinite(values).any() else math.nan
 
     def median_after_warm_up(self, key: str) -> float:
-        """Returns the median of a key without the first row, which includes the warm-up. A single
-        row is not left out."""
+        """Returns the median of a key's values without the first row, which includes the warm-up. A
+        single row is not left out."""
         values = self.column(key)[min(1, len(self.rows) - 1) :]
         return (
             float(np.median(values[np.isfinite(values)])) if np.isfinite(values).any() else math.nan
@@ -208,8 +209,8 @@ def validation_note(log: RunLog) -> str:
 
 
 def result_rows(log: RunLog, best: float | None) -> Iterator[list[str]]:
-    """Yields the main figures of the exported step as rows of a table. Held-out figures take
-    precedence over training figures."""
+    """Yields the main numbers of the exported step as rows of a table. A score is the held-out one
+    or, if there is none, that of training."""
     metrics, held_out = log.metrics, log.held_out
     step = best
     if not log.task:
@@ -240,7 +241,7 @@ def result_rows(log: RunLog, best: float | None) -> Iterator[list[str]]:
 
 def score_row(log: RunLog, metric: Metric, step: float | None) -> list[str] | None:
     """Returns a row with a held-out score or, if there is none, the mean of recent training scores.
-    Beside it is the score of guessing."""
+    The row also shows the score of guessing. Returns None if there is neither score."""
     key, percent = metric.name, metric.percent
     value, prefix, detail = log.held_out.value_at(key, step), VALID_PREFIX, "held out"
     if not math.isfinite(value):
@@ -333,8 +334,8 @@ def curve_pictures(log: RunLog, best: float | None) -> Iterator[Picture]:
 
 
 def write_report(run: Path) -> Path:
-    """Writes RUN/report.html and, if a fine-tuning has ended, RUN/result.json, whose text it
-    prints."""
+    """Writes RUN/report.html and, if a fine-tuning has ended, RUN/result.json. Prints the
+    `text` of the latter."""
     if ended := training_result(RunLog(run)):
         write_whole(run / RESULT_FILE, json.dumps(ended, indent=1) + "\n")
         say(ended["text"])

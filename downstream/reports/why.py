@@ -43,7 +43,7 @@ WHY_NOTE = (
 
 
 class EcgToExplain(NamedTuple):
-    """The crops of an ECG that the model is shown. The first of them is drawn."""
+    """An ECG as the crops that the model is shown, the first of which is drawn."""
 
     name: str
     uv_BLT: Tensor

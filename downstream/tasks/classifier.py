@@ -41,7 +41,7 @@ from .kinds import KINDS
 from .readout import PAPER_READOUT, Readout, read_out, readout_width
 
 HEADS = {"attention": "omnilead.downstream.tasks.classifier:AttentionHead"}
-HEAD_PROBE_TOKENS = 7  # number of tokens in the random input on which a new head is tried
+CHECKED_TOKENS = 7  # number of tokens in the random input with which a new head is checked
 COSINE_CLIP = 1e-6  # keeps the cosine away from +-1, where the sine's slope is unbounded
 # the logarithm of a learned scale is this many times its parameter, so that it moves faster
 SCALE_SPEED = 10
@@ -64,7 +64,7 @@ class AttentionHead(nn.Module):
             )
         self.heads = heads
         self.query = nn.Parameter(torch.randn(width) / math.sqrt(width))
-        # The maps to queries, keys and values. They begin as nn.Linear begins its weights
+        # The maps to queries, keys and values. Their initial weights are drawn as those of nn.Linear
         maps_3DD = torch.empty(3, width, width).uniform_(-1, 1) / math.sqrt(width)
         self.maps = nn.Parameter(maps_3DD)
         self.linear = nn.Linear(width, outputs, bias=False)
@@ -73,8 +73,9 @@ class AttentionHead(nn.Module):
         query_map_DD, key_map_DD, value_map_DD = self.maps
         keys_HPD = key_map_DD.unflatten(0, (self.heads, -1))
         values_HPD = value_map_DD.unflatten(0, (self.heads, -1))
-        # Without biases, products can be reordered to save work: instead of all tokens to keys, the
-        # query is mapped to the tokens; instead of all tokens to values, only their mean is
+        # Without biases, products can be reordered to save work: the query is mapped to the space of
+        # the tokens, instead of all tokens to keys; and only the weighted mean of the tokens is mapped
+        # to values, instead of all tokens
         queries_H1P = (query_map_DD @ self.query).view(self.heads, 1, -1)
         queries_HD = (queries_H1P @ keys_HPD).squeeze(1) / math.sqrt(queries_H1P.shape[2])
         weights_RHN = (queries_HD @ c_RND.transpose(1, 2)).softmax(2)
@@ -99,13 +100,13 @@ def build_head(
     with blaming(f"{setting}, {width} wide, {outputs} outputs"):
         made = kind or load_plugin(HEADS.get(spec, spec))
         head = require_parameters(build_module(made, generator, width, outputs, **options))
-        inputs = torch.randn(CHECKED_ROWS, HEAD_PROBE_TOKENS, width)
+        inputs = torch.randn(CHECKED_ROWS, CHECKED_TOKENS, width)
         example = inputs if takes_tokens(head) else pool(inputs)
         y = copy.deepcopy(head).eval()(example)
         if list(y.shape) != [CHECKED_ROWS, outputs] or not y.isfinite().all():
             raise ConfigError(
                 f"the head returns {list(y.shape)}, or numbers that are not finite, for an input of shape "
-                f"{list(example.shape)}: must be finite and {[CHECKED_ROWS, outputs]}"
+                f"{list(example.shape)}: return finite numbers of shape {[CHECKED_ROWS, outputs]}"
             )
         return head
 

@@ -68,10 +68,10 @@ class TaskConfig:
     margin: Annotated[float, Field(ge=0, le=3)] = 1.0  # angular margin of ArcFace, in radians
     # share of all training steps over which the margin of ArcFace grows from 0
     margin_warmup: Annotated[float, Field(ge=0, le=1)] = 0.0
-    # how the class vectors of ArcFace begin. means: as the mean embedding of each class
+    # how the class vectors of ArcFace begin. means: each at the mean embedding of its class
     class_vectors: Literal["random", "means"] = "random"
-    # "": a linear layer on the mean over tokens; start: the linear layer and the read-out of the
-    # model `start`, which `omnilead fit` made; attention: attention over all tokens, in which each
+    # "": a linear layer on the mean over tokens; start: the linear layer and the read-out that
+    # `omnilead fit` gave to the model `start`; attention: attention over all tokens, in which each
     # attention head has a learnt query; or file.py:Class of your own: Class(width, outputs) maps
     # the mean over tokens to logits
     head: str = ""
@@ -113,8 +113,8 @@ class FinetuneData(Section):
 
 
 class Tuning(Section):
-    """Encoder settings that may differ from those of pre-training. The defaults are those of the
-    authors' fine-tuning configs."""
+    """Encoder settings that may differ from those of pre-training. The defaults are those of
+    fairseq-signals' fine-tuning configs."""
 
     frozen: bool = False  # train only the head
     # scales the gradient of the convolutions: 0 freezes them, 1 trains them like the rest
@@ -132,8 +132,8 @@ class Tuning(Section):
 class FinetuneConfig(RunConfig):
     config_folder: ClassVar[str] = "finetune"
     run: MayChange[str] = "runs/finetune"  # folder of the run; an unfinished run there is resumed
-    # folder of a pre-trained run or model; or a pre-training YAML: its architecture, with random
-    # weights
+    # folder of a pre-trained run or model, or a pre-training YAML, whose architecture then begins with
+    # random weights
     start: str = ""
     # allow running the code of a plugged-in encoder in the folder `start`
     code: MayChange[bool] = False

@@ -37,7 +37,8 @@ from .sheet import (
 # a column of numbers with at most this many different values holds classes
 MAX_NUMERIC_CLASSES = 10
 MAX_SHOWN_CHARACTERS = 40  # a message shows at most this many characters of a cell
-# Matches cells that look like a number, even if float() cannot read them: 63, 1,5, 1.234,5, > 89
+# Matches cells that look like a number, even if float() cannot read them: "63", "1,5", "1.234,5" or
+# "> 89"
 LOOKS_NUMERIC = re.compile(r"[<>=~≤≥]*\s*[+-]?\d[\d.,' ]*")
 
 
@@ -140,7 +141,7 @@ def _refuse_mixed_columns(sheet: str, columns: Sequence[LabelColumn]) -> None:
 
 
 def _refuse_pairs_of_numbers(sheet: str, columns: Sequence[LabelColumn]) -> None:
-    """Raises an error if no column has more than two values, such as 1 and 2: these are hardly
+    """Raises an error if no column has more than two values: columns of, say, 1 and 2 hardly hold
     numbers to predict."""
     if any(len(column.values) > 2 for column in columns):
         return
@@ -204,7 +205,7 @@ def _refuse_a_third_value(sheet: str, column: LabelColumn) -> None:
     tell. Values 0, 1, 2, ... are accepted as classes."""
     rows_of = Counter(column.sheet[column.name].drop_null().to_pylist())
     sides = {BOOLEANS.get(value.lower()) for value in rows_of}
-    if len(sides) < 3:  # the column lacks yes, no, or any other value
+    if len(sides) < 3:  # it lacks one of the three: yes, no, another value
         return
     if are_numbers([*rows_of]) and sorted(map(float, rows_of)) == list(range(len(rows_of))):
         return

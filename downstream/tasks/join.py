@@ -31,8 +31,8 @@ DATASET_COLUMNS = ("age", "sex")  # columns of a dataset that can be labels with
 
 
 class JoinedSheet(NamedTuple):
-    # where the sheet is, for messages. If few of its records are in the data, the text says so,
-    # since this is the likely cause of any error
+    # where the sheet is, for messages. If few of its records are in the data, `name` says that as
+    # well, since it is the likely cause of any error
     name: str
     cells: pa.Table  # as text; null where a cell is empty
     # for each dataset, the row in `cells` of each crop; -1 for crops without a row
@@ -130,7 +130,7 @@ def join_own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> JoinedShe
 class DataRecords(NamedTuple):
     """The distinct records of some datasets."""
 
-    keys: pa.Array  # source/record of each record
+    keys: pa.Array  # of each record, its source and name, as source/name
     names: pa.Array  # name of each record
     key_of_crop: Array  # for each crop, the index of its record in `keys` and `names`
 

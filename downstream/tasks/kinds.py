@@ -63,8 +63,8 @@ class Kind(ABC):
     exclusive: ClassVar[bool] = False  # True if each ECG has exactly one of the classes
     # True if a label above 0 is an example of a class, or an event
     has_positives: ClassVar[bool] = True
-    # Why a probe cannot be scored at a small share of the labels, as the end of an error on a share of
-    # train and on test
+    # Why a probe cannot be scored at a small share of the labels. The text ends an error that names
+    # the labelled patients of train and the records of test: these are "both" and "them"
     why_share_is_too_small = "no class has positives and negatives in both"
     # The fields of a model's HeadInfo that hold one number for each output
     head_numbers: ClassVar[tuple[str, ...]] = ()
@@ -203,7 +203,7 @@ class _ClassKind(Kind):
         return np.asarray(known_K / self.group_count(y_NK) / counts_2K, np.float32)
 
     def group_count(self, y_NK: Array) -> int:
-        """Returns how many groups the samples form by their labels of a class: with it and without
+        """Returns into how many groups the labels of a class divide the samples: with it and without
         it."""
         return 2
 
@@ -281,7 +281,7 @@ class MulticlassKind(_ClassKind):
         return ""
 
     def group_count(self, y_NK: Array) -> int:
-        """Returns how many groups the samples form by their labels: one for each class."""
+        """Returns into how many groups the labels divide the samples: one for each class."""
         return int(y_NK.shape[1])
 
     def label_weights(self, y_NK: Array, balanced_2K: Array) -> Array:
@@ -392,8 +392,8 @@ class IdentityKind(Kind):
     def targets_of_known(
         self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
     ) -> Targets:
-        """Returns, as targets, the numbers of the patients of the training split. Crops of other
-        patients have arbitrary numbers."""
+        """Returns the class of each crop as targets. The classes are the patients of the training
+        split, numbered from 0; crops of other patients get an arbitrary number."""
         trained = np.unique(train_NK)
         numbers = [np.clip(np.searchsorted(trained, ids), 0, len(trained) - 1) for ids in y]
         remark = f"{len(trained):,} patients to tell apart"
@@ -443,7 +443,7 @@ def cox_loss(risk_R1: Tensor, y_R1: Tensor) -> Tensor:
 
 
 def event_loss(risk_N1: Tensor, y_N1: Tensor) -> Tensor:
-    """Returns the mean loss of the rows with an event; 0 if there are none."""
+    """Returns the mean cox_loss of the rows with an event; 0 if there are none."""
     event_N1 = y_N1 > 0
     return (cox_loss(risk_N1, y_N1) * event_N1).sum() / event_N1.sum().clamp_min(1)
 

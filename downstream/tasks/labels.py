@@ -50,14 +50,15 @@ class TaskLabels:
     name: str = ""
     # the columns of the label table that are used, as text; None without a table
     table: pa.Table | None = None
-    # for each dataset, int64 [crops]: whose crops must be in one split, by an odd id for a patient
-    # or, if the patient is unknown, an even one for the record
+    # for each dataset, int64 [crops]: an odd id for the crop's patient or, if the patient is unknown,
+    # an even id for its record; all crops with one id must be in one split
     patients: list[Array] = field(default_factory=list)
     # number of labelled records without a known patient, and of all labelled records
     unknown: tuple[int, int] = (0, 0)
     # for each dataset, the row in `table` of each crop; -1 for crops without a row
     row_of_crop: list[Array] = field(default_factory=list)
-    left_out: str = ""  # text for messages: how many crops of train and valid data.where leaves out
+    # for messages: how many crops of train and valid the setting data.where leaves out; "" without it
+    left_out: str = ""
 
     def rows_of_dataset(self, dataset: int, split: str) -> Array:
         return np.flatnonzero(self.split[dataset] == SPLITS.index(split))
@@ -83,7 +84,8 @@ class TaskLabels:
     @property
     def role(self) -> str:
         """The argument of Dataset.select for the role that alone decides the split: "dx" or
-        "identity". It is "" if labels or folds have a say."""
+        "identity". It is "" if the task has a label table or columns, or if task.split is neither
+        auto nor roles."""
         if self.task.labels or self.task.columns or self.task.split not in ("auto", "roles"):
             return ""
         return "identity" if self.task.kind == "identity" else "dx"
@@ -132,8 +134,8 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset], where: str = "") ->
 
 
 def _labels_of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
-    """Returns the labels of the paper's tasks, which are in the datasets, and splits by the
-    datasets' roles."""
+    """Returns the labels and splits of the paper's tasks: the labels are in the datasets, and their
+    roles decide the splits."""
     is_identity = task.kind == "identity"
     if is_identity and (task.labels or task.columns):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Metrics of every kind of task, by their usual definitions: from numpy arrays to plain numbers.
+"""Computes the metrics of every kind of task from numpy arrays, by their usual definitions.
 
     measure("multiclass", y_NK, scores_NK)["auroc"]   MEASURES of binary, multilabel, multiclass, regression and survival
     challenge_score(labels, outputs)                  the PhysioNet/CinC Challenge 2021's score, of [n, 26] zeros and ones
@@ -47,14 +47,14 @@ CHALLENGE_WEIGHTS_FILE = "challenge_weights.csv"
 WEIGHT_UNIT = 80  # the weights of the Challenge are multiples of 1/80
 THRESHOLD = 0.5
 CALIBRATION_BINS = 10  # number of equally wide bins of probabilities
-# A bootstrap needs a class with this many patients with it and as many without it; in survival, this
-# many patients with the event
+# A bootstrap needs a class that at least this many patients have and as many do not have; in
+# survival, at least this many patients with the event
 FEW_PATIENTS = 10
 TOO_FEW_NOTE = (
     f"No class has {FEW_PATIENTS} patients with it and {FEW_PATIENTS} without it, or fewer than {FEW_PATIENTS} had the event: "
     "AUROC and other metrics of classes and events"
 )
-NORMAL_CURVE = NormalDist()
+STANDARD_NORMAL = NormalDist()
 # Limits of two corrections by bca_interval: of the share of resamples below the value, and of the
 # acceleration. Beyond them few resamples are left, and an interval would shrink to the lowest or
 # highest of them
@@ -88,8 +88,9 @@ def predict_classes(kind: str, scores: Array, thresholds: Floats = None) -> Arra
 def measure(
     kind: str, y_NK: Array, scores_NK: Array, thresholds: Floats = None, classes: Names = ()
 ) -> dict[str, float]:
-    """Returns the MEASURES of `kind`. Labels `y_NK` are 0, 1 or NaN (unknown), and scores are
-    probabilities; for regression both are values."""
+    """Returns the metrics that MEASURES lists for `kind`. Labels `y_NK` are 0, 1 or NaN (unknown),
+    and scores are probabilities. For regression both are values; for survival they are times and
+    risks."""
     return statistic_of(kind, y_NK, scores_NK, thresholds, classes).measures()
 
 
@@ -138,8 +139,8 @@ def challenge_credits_and_norms(labels: Array, outputs: Array) -> tuple[Array, A
 
 
 def _challenge_of_credits(credit_3N: Array, norm_3N: Array, weight_N: Array) -> float:
-    """Returns the Challenge score of weighted rows. It first sums the credits of each norm, as
-    integers, so that the order of the rows does not matter."""
+    """Returns the Challenge score of weighted rows. It first sums the credits of the rows with
+    the same norm, as integers, so that the order of the rows does not matter."""
     columns = zip(norm_3N, credit_3N * weight_N, strict=True)
     sums = np.array([np.bincount(norm_N, credit_N, 27) for norm_N, credit_N in columns])
     # Labels and "normal" have equal credits only if every row is labelled normal or has no label
@@ -227,8 +228,8 @@ class Ranking:
 
 
 def weighted_measures(y_N: Array, score_N: Array, weight_NB: Array) -> dict[str, Array]:
-    """Returns the metrics by which models are compared (auroc, auprc and brier) of a class, each
-    [B], for B sets of row weights at once. AUROC and AUPRC are NaN without positives or without
+    """Returns auroc, auprc and brier of one class, the metrics by which models are compared, for B
+    sets of row weights at once: each is [B]. AUROC and AUPRC are NaN without positives or without
     negatives."""
     auroc_B, auprc_B = Ranking(y_N, score_N).auroc_and_auprc(weight_NB)
     auprc_B[np.isnan(auroc_B)] = np.nan
@@ -247,7 +248,7 @@ def squared_errors(y: Array, scores: Array) -> Array:
 
 
 class Statistic(ABC):
-    """Base class of what computes the MEASURES of a task for any row weights."""
+    """Base class for computing the metrics that MEASURES lists for a kind, with any row weights."""
 
     names: Names
     once_N: Array  # the weights that count each row once: all 1
@@ -342,8 +343,8 @@ class Classification(Statistic):
             }
 
     def summary(self) -> Facts:
-        """Returns the measures; `classes` with the figures of each class; and `without_positives`
-        and `without_negatives`, the classes that have no AUROC for lack of them."""
+        """Returns the measures; in `classes`, the numbers of each class; and in `without_positives`
+        and `without_negatives`, the classes that have none of these and therefore no AUROC."""
         columns = self.by_class(self.once_N)
         columns["positives"] = self.labels.sum(0)
         columns["predicted"] = self.outputs.sum(0)
@@ -417,7 +418,7 @@ class Concordance(Regression):
 
     def __init__(self, values: Array, predictions: Array, classes: Names) -> None:
         super().__init__(values, predictions, classes)
-        # rows with an unknown label have time 0, so that none counts as followed for longer
+        # a row with an unknown label has time 0, so that it is never followed for longer than an event
         y = self.values[:, 0]
         # from the longest time to the shortest; at equal times, the censored rows first
         rows = np.lexsort((y > 0, -np.abs(y)))
@@ -442,8 +443,8 @@ class Concordance(Regression):
             self.levels.append((rows[by_group], start, stop))
 
     def by_class(self, weight_N: Array) -> dict[str, Array]:
-        # for each level, the weight of the rows in the group of an event that were followed for
-        # longer
+        # for each level and each event, the weight of the rows in the event's group that were
+        # followed for longer than the event
         longer = []
         for rows, start, stop in self.levels:
             before = np.append(0, np.cumsum(weight_N[rows]))
@@ -589,12 +590,12 @@ class Calibration(NamedTuple):
 
     mean: Array  # mean probability in each bin
     share: Array  # share of positives in each bin; NaN in bins with fewer than FEW_PATIENTS rows
-    examples: Array  # number of labels in each bin
+    examples: Array  # number of known labels in each bin
     error: float  # expected calibration error over all bins
 
 
 def calibration_curve(labels: Array, scores: Array) -> Calibration:
-    """Returns the calibration of the known labels, in bins of their probabilities."""
+    """Returns how well probabilities agree with the known labels, in bins of equal width."""
     is_known = ~np.isnan(labels.astype(float))
     p, y = scores[is_known].astype(float), labels[is_known]
     bin_of = np.minimum((p * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
@@ -667,15 +668,15 @@ def bca_interval(value_B: Array) -> Array:
     if not np.isfinite(value) or not len(drawn_B):
         return np.full(2, np.nan)
     below = (np.mean(drawn_B < value) + np.mean(drawn_B <= value)) / 2
-    bias = NORMAL_CURVE.inv_cdf(np.clip(below, *BIAS_LIMITS))
+    bias = STANDARD_NORMAL.inv_cdf(np.clip(below, *BIAS_LIMITS))
     gap_B = drawn_B - drawn_B.mean()
     spread = np.sqrt(np.mean(gap_B**2))
     skewness = np.mean((gap_B / spread) ** 3) if spread > 0 else 0.0
     acceleration = np.clip(skewness / 6, -MAX_ACCELERATION, MAX_ACCELERATION)
     shares = []
     for tail in (0.025, 0.975):
-        z = bias + NORMAL_CURVE.inv_cdf(tail)
-        shares.append(NORMAL_CURVE.cdf(bias + z / (1 - acceleration * z)))
+        z = bias + STANDARD_NORMAL.inv_cdf(tail)
+        shares.append(STANDARD_NORMAL.cdf(bias + z / (1 - acceleration * z)))
     low, high = np.quantile(drawn_B, shares)
     return np.array([min(low, value), max(high, value)])
 
@@ -704,7 +705,8 @@ def exact_intervals(
     metrics: Mapping[str, Any], labels_NK: Array, patients: Sequence[Any]
 ) -> dict[str, list[float]]:
     """Returns exact intervals of accuracy and, for a single class, of sensitivity and specificity.
-    Other intervals are NaN, and all are if two rows are of the same patient."""
+    The other intervals are NaN. If two rows are of the same patient, or if there is only one row,
+    all are NaN."""
     intervals = {name: [np.nan, np.nan] for name in metrics}
     if not len(set(patients)) == len(labels_NK) > 1:
         return intervals

@@ -36,9 +36,9 @@ from omnilead.engine.model.encoder import pool
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import ALL_LEADS
 
-PAPER_READOUT = "mean"  # the read-out of the paper
-Readout = tuple[str, ...]  # names of its parts, such as ("mean", "std")
-# seconds from the R peak, from the P wave to the end of the T wave
+PAPER_READOUT = "mean"
+Readout = tuple[str, ...]  # names of the parts of a read-out, such as ("mean", "std")
+# times relative to the R peak, in seconds: from the P wave to the end of the T wave
 BEAT_OFFSETS_S = np.linspace(-0.3, 0.5, 9)
 WIDTH_OF_PART: dict[str, Callable[[int], int]] = {
     "mean": lambda width: width,

@@ -1,4 +1,4 @@
-"""Remarks on the labels of the records that `omnilead shard` refused. No score counts these
+"""Makes remarks on the labels of the records that `omnilead shard` refused. No score counts these
 records, and they may all be of one class, such as the poor ECGs in a table of signal quality.
 
 remarks = remarks_on_refused(task, sheet, [dataset], classes, y_RK)    # y_RK: by row of the sheet
@@ -78,7 +78,7 @@ def _class_and_label_counts(
     task: TaskConfig, sheet: JoinedSheet, classes: Sequence[str], y_RK: Array, rows: Array
 ) -> tuple[Counter[str], int]:
     """Returns how many of these rows are of each class, and how many have a known label."""
-    # Only the cells name a class that only refused records have: it is none of `classes`
+    # `classes` lacks a class that only refused records have, so the cells are counted instead
     if task.kind == "multiclass":
         cells = sheet.cells[task.columns[0]].take(pa.array(rows)).drop_null().to_pylist()
         return Counter(cells), len(cells)

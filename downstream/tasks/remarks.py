@@ -1,5 +1,5 @@
-"""Remarks on the labels of a sheet: which of them are doubtful, how its words were read, and how
-many labels there are."""
+"""Makes remarks on the labels of a sheet: which of them are doubtful, how its words were read, and
+how many labels there are."""
 
 import re
 from difflib import SequenceMatcher
@@ -89,7 +89,7 @@ def _remarks_on_missing_zeros(task: TaskConfig, y_RK: Array) -> list[str]:
 
 
 def _remarks_on_rare_classes(records_of: dict[str, int]) -> list[str]:
-    """Returns a remark on the classes with too few records to learn or to choose a threshold by."""
+    """Returns a remark on the classes with too few records for learning or for choosing a threshold."""
     rarest_first = sorted(records_of, key=records_of.__getitem__)
     rare = [
         f"{name} ({records_of[name]})"

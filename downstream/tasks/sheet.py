@@ -85,8 +85,8 @@ def columns_hint_parts(columns: Sequence[str]) -> tuple[str, str]:
 
 
 def has_plus(cells: pa.Table, columns: Sequence[str]) -> bool:
-    """Returns True if any of these columns has a cell "+". A cell "-" beside it means no, not a
-    missing value."""
+    """Returns True if any of these columns has a cell "+". If so, "-" in these columns means no, not
+    a missing value."""
     return any(pc.any(pc.equal(cells[name], "+")).as_py() for name in columns)
 
 

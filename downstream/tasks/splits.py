@@ -64,7 +64,8 @@ def split_crops(
         split_N, folds = _splits_and_folds(task, sheet, columns[0], labelled_N, people)
     else:
         folds = {}
-        # Patients with the lowest hashes are in test, because data.hold_out chooses the lowest, too
+        # Patients with the lowest hashes are in test, because data.hold_out keeps these out of
+        # pre-training, too
         split_N = TEST - np.digitize(uniform_hashes(people.names), (0.1, 0.2))[people.owner_N]
     without_copies_N = _without_copies(split_N, datasets, labelled_N)
     remarks = []
@@ -89,8 +90,8 @@ def _split_numbers(names: pa.ChunkedArray) -> Array:
 
 
 def _without_copies(split_N: Array, datasets: Sequence[Dataset], labelled_N: Array) -> Array:
-    """Returns the splits without copies of held-out ECGs, whose split becomes 0: copies of test
-    ECGs in training and validation, and copies of validation ECGs in training."""
+    """Returns the splits, with 0 for crops that copy a held-out ECG: copies of test ECGs in training
+    and validation, and copies of validation ECGs in training."""
     waveform_N = np.concatenate([dataset.column("waveform") for dataset in datasets])
     split_N = split_N.copy()
     for side in (TEST, VALID):

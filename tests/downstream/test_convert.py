@@ -141,8 +141,8 @@ def test_the_leads_of_our_model_come_back(channels, tmp_path):
 @pytest.mark.parametrize(
     ("leads", "seen", "says"),
     [
-        ("II,I", "II,I", "has leads in the usual order only"),
-        ("I,II", "I", "it was trained on some"),
+        ("II,I", "II,I", "takes leads only in the usual order"),
+        ("I,II", "I", "it was trained on only some"),
     ],
 )
 def test_leads_that_their_settings_cannot_name(leads, seen, says, tmp_path, capsys):

@@ -179,7 +179,7 @@ def test_the_sensitive_point_of_cross_validation_has_counts():
     y_N1, scores_N1 = np.array([[1.0], [1.0], [0.0]]), np.array([[0.9], [0.25], [0.1]])
     scored = CrossValidation(5, 3, {}, {}, sensitive={"AF": (0.25, 0.9)})
     head = HeadInfo("t", "binary", ("AF",), (0.5,), cross_validated=scored)
-    of_threshold, of_sensitivity = evaluation_report.decision_figures(head, y_N1, scores_N1)[
+    of_threshold, of_sensitivity = evaluation_report.decision_content(head, y_N1, scores_N1)[
         "decisions"
     ].values()
     assert of_threshold[0][1][1:3] == ["1", "0"] and of_sensitivity[0][1][1:3] == ["2", "0"]
