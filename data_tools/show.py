@@ -72,7 +72,7 @@ def show(
 
 
 def things_to_show(what: DatasetPaths) -> "list[str | Dataset]":
-    """Returns the records and datasets that an argument names, as paths or Datasets."""
+    """Returns what the argument names: each record as a path, each dataset as a path or a Dataset."""
     from omnilead.data_tools.dataset import Dataset, as_list, dataset_paths
 
     shown: list[str | Dataset] = []

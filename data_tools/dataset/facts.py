@@ -114,7 +114,7 @@ class DatasetFacts(BaseModel, strict=True, frozen=True):
     seed: int
     shard_crops: Crops = SHARD_CROPS  # crops in each shard but the last
     plan: Literal["paper", "all", "paper-split"]
-    # id_share, role_sources and leave_out_flags are settings of RoleSources. None means its default
+    # id_share, role_sources and leave_out_flags are settings of RoleSources; None stands for the default
     id_share: Annotated[float, Field(ge=0, le=1)] | None = None
     role_sources: dict[Literal["dx", "id", "pretrain"], list[str]] = {}
     leave_out_flags: list[str] | None = None

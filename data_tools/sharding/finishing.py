@@ -168,7 +168,9 @@ def finish_dataset(
     if not len(found.doubtful):
         return raise_no_record_error(out, rejects)
     records = read_records(partial(_read_columns, parts, found.numbers))
-    sources = source_facts(planned.sources, records, _records_left_out(records, found.left_out))
+    sources = source_facts(
+        planned.sources, records, _left_out_record_counts(records, found.left_out)
+    )
     roles = assign_roles(records, found.doubtful, options.plan, options.seed, options.role_sources)
     del records
     if options.format != "tar":
@@ -176,10 +178,13 @@ def finish_dataset(
     rows = add_roles(parts, roles)
     if options.format == "zarr":
         rows, shards = map(_clear_addresses, rows), []
-    meta = _recipe_entries(recipe) | {"sources": sources, "formats": STORED_FORMATS[options.format]}
+    meta = _meta_from_recipe(recipe) | {
+        "sources": sources,
+        "formats": STORED_FORMATS[options.format],
+    }
     if options.leave_out:
         rejects = options.leave_out.without_names(rejects)
-        meta["left_out_patients"] = _left_out_counts(options.leave_out, found.left_out)
+        meta["left_out_patients"] = _left_out_patient_counts(options.leave_out, found.left_out)
     made = write_tables(out, meta, rows, rejects, shards, roles, planned.name_key)
     if options.leave_out:
         people = {(who, person) for _, who, person, _ in found.left_out if who}
@@ -189,14 +194,18 @@ def finish_dataset(
     return remove_build_folder(made)
 
 
-def _left_out_counts(leave_out: LeaveOut, left_out: Iterable[Sequence[Any]]) -> dict[str, int]:
+def _left_out_patient_counts(
+    leave_out: LeaveOut, left_out: Iterable[Sequence[Any]]
+) -> dict[str, int]:
     """Returns, for dataset.json, how many patients were to be left out and how many of them were
     found."""
     found = {who for _, who, _, _ in left_out if who}
     return {"asked": len(leave_out.names), "found": len(found)}
 
 
-def _records_left_out(records: splits.Records, left_out: Iterable[Sequence[Any]]) -> Counter[str]:
+def _left_out_record_counts(
+    records: splits.Records, left_out: Iterable[Sequence[Any]]
+) -> Counter[str]:
     """Counts the records of each source that have no crops because their patients are left out."""
     labels = {label for label, *_ in left_out}
     names = pc.binary_join_element_wise(
@@ -221,7 +230,7 @@ def write_roles(made: Dataset, recipe: dict[str, Any], options: ShardOptions) ->
         for name, value in made.meta.items()
         if name not in ("id_share", "role_sources", "leave_out_flags", "left_out")
     }
-    meta |= _recipe_entries(recipe) | {"recipe": recipe_hash(recipe)}
+    meta |= _meta_from_recipe(recipe) | {"recipe": recipe_hash(recipe)}
     del meta["fingerprint"]
     key = old_table.schema.metadata[NAME_KEY]
     made = write_tables(out, meta, [rows], read_rejects(made), made.shards, roles, key or None)
@@ -313,7 +322,8 @@ def restore_table(made: Dataset) -> None:
 
 
 def _remove_leftovers(out: Folder, formats: list[str], shards: list[ShardFacts]) -> None:
-    """Removes shards and a zarr copy that killed runs with other sources or options have left."""
+    """Removes shards and a zarr copy that do not belong to the dataset. Killed runs with other sources or
+    options may have left them."""
     if "tar" not in formats:
         out.remove("shards")
     wanted = {shard.name.removesuffix(".tar") for shard in shards}
@@ -416,8 +426,8 @@ def _row_groups(rows: Iterable[pa.Table]) -> Iterator[pa.Table]:
         yield left
 
 
-def _recipe_entries(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of dataset.json that say how the dataset is made."""
+def _meta_from_recipe(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Returns those entries of dataset.json that say how the dataset is made."""
     meta: dict[str, Any] = {"format_version": FORMAT_VERSION}
     meta["format_minor"] = FORMAT_MINOR
     for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples"):

@@ -27,7 +27,7 @@ from ..ecg.record import patient_source, real_source
 
 NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
 ROLE_NAMES = ("", "train", "valid", "test", "gallery", "probe")
-NAMES_PER_PART = 65_536  # names that are Python objects at the same time
+NAMES_PER_PART = 65_536  # names that are held as Python objects at the same time
 HASH_BUCKETS = 16  # equal texts fall into the same bucket, so texts are compared bucket by bucket
 # Challenge databases that the paper does not use; one of them has 13,000 crops of only 32 patients
 UNUSED_BY_PAPER = ("ptb", "st_petersburg_incart")
@@ -96,7 +96,7 @@ class Records:
     """Columns of all records. A column has one entry per record or, if its comment says [crops], one
     entry per crop. Each record has at least one crop."""
 
-    source: np.ndarray  # int, index of source_names
+    source: np.ndarray  # int, index into source_names
     source_names: tuple[str, ...]
     names: pa.Array  # of strings
     patients: pa.Array  # of strings, null where unknown
@@ -160,7 +160,8 @@ def part_slices(count: int) -> Iterator[slice]:
 
 def number_texts(texts: pa.ChunkedArray) -> np.ndarray:
     """Returns a number for each text, counted from 0; equal texts have the same number, and null has -1.
-    Arrow's hash table of all texts would take 100 bytes per text, so arrow gets one bucket at a time."""
+    Arrow's hash table of all texts would take 100 bytes per text, so arrow gets the texts of one hash
+    bucket at a time."""
     bucket = np.empty(len(texts), np.int8)
     for part in part_slices(len(texts)):
         bucket[part] = [hash(text) % HASH_BUCKETS for text in texts[part].to_pylist()]

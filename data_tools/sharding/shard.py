@@ -387,7 +387,8 @@ class _ShardWriter:
     def add(
         self, archive: Source, path: str, label: str, part: int, record: EcgRecord | ReadError
     ) -> None:
-        """Adds crop number `part` of a record. `label`: source/name of the record."""
+        """Adds crop number `part` of a record to the tar, or the reasons why it cannot be used to `rejects`.
+        `label`: source/name of the record."""
         source, _, name = label.partition("/")
         key = None if archive.pseudonyms else self.options.pseudonym_key
         notes: list[tuple[str, str]] = []
@@ -402,13 +403,14 @@ class _ShardWriter:
             notes.append((error.reason, detail_with_path(archive.path_of(path), error.detail)))
             self.rejects += [reject_line(archive, key, source, name, *note) for note in notes]
             return
-        if self._is_left_out(row):
+        if self._note_if_left_out(row):
             return
         for note in (*notes, *_flag_lines(crop)):
             self.rejects.append(reject_line(archive, key, source, name, *note))
         self._write(row, part)
 
-    def _is_left_out(self, row: dict[str, Any]) -> bool:
+    def _note_if_left_out(self, row: dict[str, Any]) -> bool:
+        """Returns True if the crop must be left out. Adds it to `left_out` then."""
         if not self.options.leave_out:
             return False
         source, patient, hashed = row["source"], row["patient"], row["waveform"]

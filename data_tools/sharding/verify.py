@@ -73,7 +73,7 @@ from .shards import (
 
 MAX_FINDINGS = 20  # most findings that are listed for one shard, storage object or folder
 RECORDS_PER_TASK = 512  # records of an archive that are compared in one task
-BATCH_ROWS = 65_536  # rows of a table that are Python objects at the same time
+BATCH_ROWS = 65_536  # rows of a table that are held as Python objects at the same time
 CONTENT_COLUMNS = ["crc32c", "waveform", "halves", "missing_leads"]
 ARCHIVE_COLUMNS = (
     "patient",
