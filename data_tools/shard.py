@@ -158,7 +158,8 @@ def shard(
 
 
 def _build_with_notes(opened: "list[Source]", options: "ShardOptions") -> "Dataset":
-    """Builds and returns the dataset. Prints notes on the sources before, and on the dataset after that."""
+    """Builds and returns the dataset. Prints notes on the sources before the build, and on the dataset
+    after it."""
     from omnilead.data_tools.plots import dataset_notes
     from omnilead.data_tools.sharding import shard as build
     from omnilead.data_tools.sources import detect

@@ -1,4 +1,4 @@
-"""Print or draw a dataset, a crop or a record. For what each lead adds to a model's answer, see show --why AF --help
+"""Print or draw a dataset, a crop or a record. See `omnilead show --why AF --help` for what each lead adds to a model's answer
 
     omnilead show dataset --crop 7 --png ecg.png
     omnilead show 'datasets/2027-*'
@@ -72,7 +72,7 @@ def show(
 
 
 def things_to_show(what: DatasetPaths) -> "list[str | Dataset]":
-    """Returns the records and datasets that an argument names, as paths or Datasets."""
+    """Returns what the argument names: each record as a path, each dataset as a path or a Dataset."""
     from omnilead.data_tools.dataset import Dataset, as_list, dataset_paths
 
     shown: list[str | Dataset] = []
@@ -93,7 +93,7 @@ def show_one(what: "str | Dataset", crop: int | None, anonymous: bool, draw: boo
                 raise DataError(
                     f"--crop {crop}: {what} is a record, not a dataset: leave out --crop"
                 )
-            return record_figure(what, draw)
+            return show_record(what, draw)
         what = Dataset.open(what, anonymous)
     if crop is None:
         echo(plots.describe(what))
@@ -110,7 +110,8 @@ def show_one(what: "str | Dataset", crop: int | None, anonymous: bool, draw: boo
     return ecg.plot() if draw else None
 
 
-def record_figure(path: str, draw: bool = True) -> Any:
+def show_record(path: str, draw: bool = True) -> Any:
+    """Prints the facts of a record. Returns a figure of it if `draw`."""
     import numpy as np
 
     from omnilead.data_tools.dataset import CROP_SHAPE

@@ -109,7 +109,7 @@ class Ecg:
         return ecg_figure(self.signal_uv, self.halves, title, caption, self.missing_leads)
 
     def _repr_png_(self) -> bytes:
-        """Returns the PNG that a notebook shows."""
+        """Returns the figure that `plot` draws, as the PNG that a notebook shows."""
         from ..ecg.paper import png_bytes
 
         return png_bytes(self.plot())
@@ -210,10 +210,10 @@ class Dataset:
                 public.add(name)
         return public
 
-    def is_public(self, part: pa.RecordBatch) -> np.ndarray:
-        """Returns a mask of the crops whose patient id is public or, if the patient is unknown, whose
-        record name is. If an archive publishes no patient ids, its ids come from a user's table
-        and are private."""
+    def public_name_mask(self, part: pa.RecordBatch) -> np.ndarray:
+        """Returns a mask of the rows in `part` whose patient id is public or, if the patient is unknown,
+        whose record name is public. Patient ids are private if the archive publishes none, because they
+        come from a user's table."""
         name_patients = [
             name for name in self.public_sources if name.removeprefix(SYNTHETIC) in PUBLIC_PATIENTS
         ]
@@ -224,7 +224,8 @@ class Dataset:
 
     @cached_property
     def name_key(self) -> bytes | None:
-        """The secret key with which models hash the names that they store; None if all names are public.
+        """Returns the secret key with which models hash the names that they store; None if all names are
+        public.
 
         If this dataset was made from another one, the metadata of samples.parquet holds the other
         dataset's key. Otherwise the key is a hash of samples.parquet and of the shards' entries in
@@ -238,7 +239,7 @@ class Dataset:
         if (
             sources
             and sources <= self.public_sources
-            and all(self.is_public(part).all() for part in owners)
+            and all(self.public_name_mask(part).all() for part in owners)
         ):
             return None
         key = blake2b(self._samples_bytes, key=NAME_KEY, digest_size=32)
@@ -247,8 +248,8 @@ class Dataset:
 
     @property
     def name_mark(self) -> str | None:
-        """Returns a text that identifies the key of the dataset's pseudonyms without disclosing it. In a
-        dataset without pseudonyms, the text identifies name_key; it is None if there is none."""
+        """Returns a text that identifies a secret key without disclosing it: the key of the dataset's
+        pseudonyms or, in a dataset without pseudonyms, name_key. Returns None if there is neither key."""
         return self.facts.pseudonyms or key_fingerprint(self.name_key)
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
@@ -301,7 +302,7 @@ class Dataset:
             return list(self._samples.fragments[0].physical_schema.names)
 
     def row_batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Yields the rows that `table` returns, in batches that need less memory."""
+        """Yields the rows of samples.parquet in batches, which need less memory than the whole `table`."""
         with self._arrow_errors():
             for group in self._samples.fragments[0].split_by_row_group():
                 for batch in group.to_table(COLUMNS, list(columns)).to_batches():
@@ -394,8 +395,8 @@ class Dataset:
     def select(
         self, pretrain: bool | None = None, dx: str | None = None, identity: str | None = None
     ) -> np.ndarray:
-        """Returns the rows of the crops with a role: select(dx="test"), select(pretrain=True),
-        select(identity="gallery")."""
+        """Returns the row numbers of the crops that have all of the given roles: select(dx="test"),
+        select(pretrain=True), select(identity="gallery")."""
         keep = np.ones(len(self), bool)
         for name, role in (("pretrain", pretrain), ("dx_role", dx), ("id_role", identity)):
             if role is not None:
@@ -452,16 +453,16 @@ class Dataset:
         return sample_keys(self, role)
 
     def zarr(self) -> Any:
-        """Returns all crops as a zarr.Array. `select` returns the rows of a role in it."""
+        """Returns all crops as a zarr.Array. The row numbers that `select` returns are rows of this array."""
         from .other_programs import zarr_array
 
         return zarr_array(self, STORE)
 
     def features(self) -> Any:
         """Returns the datasets.Features of the shards, for Hugging Face's load_dataset."""
-        from .other_programs import features
+        from .other_programs import hugging_face_features
 
-        return features(COLUMNS)
+        return hugging_face_features(COLUMNS)
 
     @cached_property
     def chunks(self) -> Any:
@@ -476,7 +477,7 @@ def _read_meta(root: Folder) -> dict[str, Any]:
     url = root.url
     try:
         meta = json.loads(root.read(META, MAX_META_BYTES))
-        # JSON may have half of a surrogate pair, which is no character and could not be written again
+        # Raises a ValueError for half of a surrogate pair, which JSON allows but UTF-8 cannot encode
         json.dumps(meta, ensure_ascii=False).encode()
     except ReadError as error:
         why = str(error)
@@ -503,7 +504,7 @@ def _read_meta(root: Folder) -> dict[str, Any]:
         )
     if meta.get("fingerprint") != fingerprint(meta):
         raise DatasetError(
-            f"{url}/{META}: the fingerprint does not match the contents: edited by hand? "
+            f"{url}/{META}: the fingerprint does not match the contents (edited by hand?): "
             "restore the file"
         )
     try:

@@ -10,7 +10,8 @@ from pydantic import BaseModel, Field, NonNegativeInt, field_validator
 from ..ecg.constants import CLASS_ABBREVIATIONS, LEADS
 
 FORMAT_VERSION = 1
-# Since minor version 2, only samples.parquet holds the roles, and a dataset never changes
+# Since minor version 2, only samples.parquet holds the roles, and no record is added to a dataset or
+# removed from it
 FORMAT_MINOR = 2
 CLASSES = CLASS_ABBREVIATIONS  # the diagnoses, in the order of the column `labels`
 SHARD_CROPS = 1024
@@ -20,7 +21,7 @@ NAME_KEY = b"omnilead name key"  # entry in the metadata of samples.parquet: see
 
 COLUMNS = pa.schema(
     [
-        # shard and offset are -1 in a dataset with zarr only, in which the row number is the address
+        # shard and offset are -1 in a dataset without tar shards, where a crop's address is its row number
         ("shard", pa.int32()),
         ("offset", pa.int64()),
         ("crc32c", pa.uint32()),
@@ -51,7 +52,7 @@ COLUMN_RANGES = {
     "halves": (1, 2),
     "fs_source_hz": (1e-3, 1e9),
 }
-ROLE_WORDS = {  # the only values that these columns may have
+ROLE_WORDS = {  # the only values, besides null, that these columns may have
     "dx_role": ("train", "valid", "test"),
     "id_role": ("train", "valid", "gallery", "probe"),
 }
@@ -65,8 +66,8 @@ class FileFacts(BaseModel, strict=True, frozen=True):
 
 
 class ShardFacts(BaseModel, strict=True, frozen=True):
-    """The entry of one shard. Only some characters are allowed in `name` and `sha256`, because both are
-    used as file names."""
+    """The entry of one shard in dataset.json. Only some characters are allowed in `name` and `sha256`,
+    because both are used as file names."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}\.tar$")]
     crops: Crops
@@ -113,11 +114,12 @@ class DatasetFacts(BaseModel, strict=True, frozen=True):
     seed: int
     shard_crops: Crops = SHARD_CROPS  # crops in each shard but the last
     plan: Literal["paper", "all", "paper-split"]
-    # id_share, role_sources and leave_out_flags are settings of RoleSources. None means its default
+    # id_share, role_sources and leave_out_flags are settings of RoleSources; None stands for the default
     id_share: Annotated[float, Field(ge=0, le=1)] | None = None
     role_sources: dict[Literal["dx", "id", "pretrain"], list[str]] = {}
     leave_out_flags: list[str] | None = None
-    # True in a dataset older than leave_out_flags: no flag keeps a crop out of pre-training
+    # True means that no flag keeps a crop out of pre-training. Only datasets older than leave_out_flags can
+    # have this entry
     pretrain_implausible: bool = False
     left_out_patients: dict[Literal["asked", "found"], NonNegativeInt] = {"asked": 0, "found": 0}
     roles: RoleFacts

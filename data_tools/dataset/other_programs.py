@@ -59,7 +59,10 @@ class Crops:
             y = _own_labels(dataset, [labels] if isinstance(labels, str) else labels)
         known = ~np.isnan(y[self.rows]).all(1)
         if not known.any():
-            raise DataError(f"labels={labels}: no crop of the role {role} has one of these labels")
+            raise DataError(
+                f"labels={labels}: no crop of the role {role} has a known value of these labels: choose "
+                "others"
+            )
         if not known.all():
             left = f"{np.sum(~known):,} of {len(known):,} crops of the role {role}"
             tell(f"note: {left} have no label and are left out")
@@ -104,7 +107,7 @@ def _own_labels(dataset: Any, names: Sequence[str]) -> np.ndarray:
 
 
 def _labels_in_table(dataset: Any, url: str) -> np.ndarray:
-    """Returns labels [crops, K] from a table: one for each column whose name is not reserved."""
+    """Returns labels [crops, K] from a table: one column for each table column whose name is not reserved."""
     cells = read_table(url)
     names = [name for name in cells.column_names if name not in RESERVED_COLUMNS]
     for name in names:
@@ -125,7 +128,7 @@ def _labels_in_table(dataset: Any, url: str) -> np.ndarray:
     matches = match_records(url, cells, records.dictionary, plain)
     for note in matches.notes:
         tell(f"note: {url}: {note}")
-    # Row -1 stands for records that are not in the table
+    # The last row, which is also row -1, is NaN for records that are not in the table
     y = np.append(y, np.full((1, len(names)), np.nan, np.float32), 0)
     labels: np.ndarray = y[matches.row[records.indices.to_numpy()]]
     return labels
@@ -148,7 +151,7 @@ def web_dataset(dataset: Any, role: str, options: dict[str, Any]) -> Any:
 
 
 def sample_keys(dataset: Any, role: str) -> set[str]:
-    """Returns the keys in the shards of a role's crops. The shards themselves do not hold the roles."""
+    """Returns the keys that a role's crops have in the shards. The shards themselves do not hold the roles."""
     column, value = _role_column_and_value(role)
     table = dataset.table(["source", "record", "start_s", *([column] if column else [])])
     if column:
@@ -185,9 +188,9 @@ def zarr_array(dataset: Any, store: str) -> Any:
     return zarr.open_array(root.path(store), mode="r", storage_options=options)
 
 
-def features(columns: pa.Schema) -> Any:
-    """Returns the datasets.Features of the shards. `datasets` would infer them from the first
-    crops, whose missing values have no type."""
+def hugging_face_features(columns: pa.Schema) -> Any:
+    """Returns the datasets.Features of the shards. Without them, `datasets` would infer types from the
+    first crops, and a column of missing values has no type."""
     from datasets import Features
 
     text = pa.string()

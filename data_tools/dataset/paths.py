@@ -1,4 +1,4 @@
-"""Find the datasets that a command is given by path, by a pattern of paths, or in a file of paths.
+"""Find the datasets that an argument names: by path, by a pattern of paths, or in a file of paths.
 
 dataset_paths(["ds/2027-*", "s3://bucket/more"])     # ds/2027-01, ds/2027-02, s3://bucket/more
 dataset_paths("datasets.txt")                         # one path a line, relative to the file
@@ -17,7 +17,7 @@ LIST_ENDING = ".txt"  # the ending of a file that lists datasets
 
 
 def as_list(data: Data | Sequence[Data]) -> list[Data]:
-    """Returns a list of the datasets of an argument, which may be one dataset or a sequence."""
+    """Returns the datasets of an argument as a list. The argument may be one dataset or a sequence."""
     return [data] if isinstance(data, str | os.PathLike | Dataset) else list(data)
 
 
@@ -54,7 +54,7 @@ def _read_list(file: str, option: str) -> list[str]:
     try:
         text = Path(file).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(option, f" {file}: cannot be read as text: {error}") from None
+        raise DataError(option, f" {file}: cannot be read as UTF-8 text ({error})") from None
     paths = []
     for line in map(str.strip, text.splitlines()):
         if line and not line.startswith("#"):

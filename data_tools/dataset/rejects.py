@@ -13,7 +13,7 @@ from .facts import REJECTS
 
 Reject = tuple[str, str, str, str]  # source, record, reason, detail
 CROP_FLAG_REASONS = ("lead not measured", "flat lead", "saturated", "large", "zeros", "einthoven")
-FLAG_REASONS = (  # reasons in rejects.csv that did not keep a record from being used
+FLAG_REASONS = (  # reasons in rejects.csv for which nothing is refused
     *CROP_FLAG_REASONS,
     "age not understood",
     "sex not understood",

@@ -27,7 +27,7 @@ from .errors import Flag, StorageError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-DASK_ATTEMPTS = 5  # for a task that fails on a Dask worker: another worker may have more disk space
+DASK_RETRIES = 5  # of a task that fails on a Dask worker: another worker may have more disk space
 CONNECT_S, WORKERS_S = 10, 60
 _starting_processes = threading.Lock()
 _pools: ContextVar[dict[int, ProcessPoolExecutor] | None] = ContextVar("pools", default=None)
@@ -97,8 +97,8 @@ def _process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
         return
     context = multiprocessing.get_context("spawn")
     try:
-        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
-    except OSError as error:  # the system has no semaphores for processes
+        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare_worker)
+    except OSError as error:  # without a writable /dev/shm, the pool gets no semaphores
         raise StorageError(
             f"/dev/shm: {error.strerror}: allow this user to write there, or use ",
             Flag("--workers"),
@@ -116,7 +116,7 @@ def _run_on_processes(
     function: Callable[[Task], Result], queue: Iterator[Task], workers: int
 ) -> Iterator[Result]:
     pending: set[Future[Result]] = set()
-    # `function` may need a class that the user's script defines
+    # A function that refers to __main__ may need a class that the user's script defines
     needs_script = b"__main__" in pickle.dumps(function)
     with _process_pool(workers) as pool:
 
@@ -148,12 +148,12 @@ def _run_on_processes(
 
 @contextmanager
 def _hide_main_script() -> Iterator[None]:
-    """Processes that this thread starts inside the `with` block do not import the script that Python
-    was started with. They do not need it, and a script without an `if __name__ == "__main__"` guard
-    would run again in each of them."""
+    """Hides the script that Python was started with from the processes that this thread starts in the
+    block. They do not need it, and a script without an `if __name__ == "__main__"` guard would run again
+    in each of them."""
     this_thread = threading.get_ident()
 
-    def without_script(name: str) -> dict[str, Any]:
+    def preparation_without_script(name: str) -> dict[str, Any]:
         facts = preparation_data(name)
         if threading.get_ident() == this_thread:
             facts.pop("init_main_from_name", None)
@@ -162,14 +162,14 @@ def _hide_main_script() -> Iterator[None]:
 
     with _starting_processes:
         preparation_data = spawn.get_preparation_data
-        spawn.get_preparation_data = without_script
+        spawn.get_preparation_data = preparation_without_script
         try:
             yield
         finally:
             spawn.get_preparation_data = preparation_data
 
 
-def _start_worker() -> None:
+def _prepare_worker() -> None:
     """Prepares a worker process. It gets one thread, because threads of numpy and pyarrow would compete
     for cores. It exits without a traceback on Ctrl-C. It also exits when its parent dies, so that it
     never writes to the same files as the next run."""
@@ -199,7 +199,7 @@ def _run_on_dask(
 
         def submit(count: int) -> list[Any]:
             return [
-                client.submit(function, task, pure=False, retries=DASK_ATTEMPTS)
+                client.submit(function, task, pure=False, retries=DASK_RETRIES)
                 for task in islice(queue, count)
             ]
 

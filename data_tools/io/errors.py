@@ -111,9 +111,9 @@ class ChunkError(DataError):
 
 
 def machine_error(error: BaseException | None) -> StorageError | None:
-    """Returns a StorageError if this error, or an error that caused it, means that the machine failed and
-    not the file that it read; else None. Such an error must stop the command: a record that was
-    refused because of it would be lost."""
+    """Returns a StorageError if this error, or an error that caused it, is the fault of the machine and
+    not of the file; else None. Such an error must stop the command: a record that was refused because
+    of it would be lost."""
     if error is None or isinstance(error, StorageError):
         return error
     if isinstance(error, OSError):

@@ -1,5 +1,5 @@
-"""Read arrays from untrusted .npy and .npz files: no pickle, and no more memory than the file can
-fill.
+"""Read arrays from untrusted .npy and .npz files, without pickle and without more memory than the file
+can fill.
 
 numpy allocates whatever the header of an .npz member asks for; here the header is checked against
 the size of the file first.
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 # Limits for one array in an .npz file, where a few compressed bytes can expand to any size. Compressed
-# ECGs take a tenth of their size at best, ECGs with padding a hundredth
+# ECGs take at least a tenth of their size, ECGs with padding at least a hundredth
 MAX_ARRAY_BYTES = 2**32
 ANY_RATIO_BYTES, MAX_COMPRESSION = 2**26, 200
 HEADER_READERS = {
@@ -71,5 +71,5 @@ def _check_header(file: Any, size: int) -> None:
     shape, _, kind = HEADER_READERS[version](file)
     if min(shape, default=0) < 0 or math.prod(shape) * kind.itemsize > size:
         raise ValueError(
-            f"its header announces {list(shape)} {kind}, more than its {size} bytes can hold"
+            f"its header announces {list(shape)} {kind}, more than the {size} bytes that are accepted"
         )

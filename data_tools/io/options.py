@@ -32,7 +32,8 @@ class Option(NamedTuple):
     help: str
     metavar: str | tuple[str, ...] | None = None
     flag: str = ""  # the option on the command line, if it is not --NAME of the parameter
-    # The command needs the option. The Python function does not, and returns the result without it
+    # True if the command needs the option but the Python function does not: without it, the function
+    # returns its result
     required: bool = False
     low: float = -math.inf
     high: float = math.inf
@@ -51,7 +52,7 @@ class DeclaredOption(NamedTuple):
     default: Any
 
     def parse(self, text: str) -> Any:
-        """Converts the text on the command line to a value, as the `type` of an argparse argument."""
+        """Returns the value of a text on the command line. argparse calls this as the argument's `type`."""
         value: Any = text
         with suppress(ValueError):
             value = self.kind(text)
@@ -87,14 +88,14 @@ def declared_options(function: Callable[..., Any]) -> Iterator[DeclaredOption]:
 def declare_option(
     name: str, annotation: Any, default: Any = None, flag: str = ""
 ) -> DeclaredOption:
-    """Returns the option that an annotation declares. It is called `flag` if the annotation sets no
-    name, and --NAME if `flag` is empty, too."""
+    """Returns the option that an annotation declares. On the command line it has the flag that the
+    annotation sets, else `flag`, else --NAME."""
     option: Option = annotation.__metadata__[0]
     flag = option.flag or flag or f"--{name.replace('_', '-')}"
-    kind = first_type(annotation.__origin__)
+    kind = first_of_union(annotation.__origin__)
     several = get_origin(kind) is Sequence
     if several:
-        kind = first_type(get_args(kind)[0])
+        kind = first_of_union(get_args(kind)[0])
     size = len(get_args(kind)) if get_origin(kind) is tuple else 1
     if size > 1:
         kind = get_args(kind)[0]
@@ -104,7 +105,7 @@ def declare_option(
     return DeclaredOption(name, flag, option, kind, several, size, choices, default)
 
 
-def first_type(annotation: Any) -> Any:
+def first_of_union(annotation: Any) -> Any:
     """Returns the first type of a union; any other type as it is."""
     is_union = get_origin(annotation) in (Union, UnionType)
     return get_args(annotation)[0] if is_union else annotation
@@ -144,12 +145,12 @@ def add_option(
 def check_values(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises the error that the command would print for these values of its options."""
+    """Raises the error that the command would print if one of these values is not allowed."""
     options = {parameter.name: parameter for parameter in declared_options(function)}
     values = {**dict(zip(options, args, strict=False)), **kwargs}
     for name, value in values.items():
         parameter = options.get(name)
-        if parameter is None or value is parameter.default:  # Python's call refuses unknown names
+        if parameter is None or value is parameter.default:  # Python itself refuses unknown names
             continue
         if parameter.kind not in (int, float) and not parameter.choices:
             continue  # any value is allowed; the loop below would read a Dataset crop by crop

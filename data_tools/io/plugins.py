@@ -39,7 +39,8 @@ def shadows_a_module(file_name: str) -> bool:
     # Python imports sitecustomize and usercustomize by itself when it starts
     if name in {*sys.stdlib_module_names, "omnilead", "sitecustomize", "usercustomize"}:
         return True
-    # sys.path also has the folder that Python was started in, which may have the user's copy of the file
+    # Other folders of sys.path do not count: the one that Python was started in may have the user's copy
+    # of the file
     installed = [
         folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")
     ]
@@ -81,8 +82,8 @@ def error_with_line(error: BaseException) -> str:
 
 
 def _run_file(path: Path, importable: bool) -> ModuleType:
-    """Runs a file as a module and returns the module. If the module's name is taken, it gets another
-    name, so that models with equal file names can coexist."""
+    """Runs a file as a module and returns the module. If another module has its name, the new module gets
+    a longer name, so that models with equal file names can coexist."""
     if not path.is_file():
         raise DataError(f"no such file {path}: check the path before the colon")
     path, content = path.resolve(), path.read_bytes()

@@ -1,4 +1,5 @@
-"""SplitMix64, a random generator that is written here because a library's may change between versions."""
+"""Compute random numbers with SplitMix64. It is written here, because a library's generator may change
+between versions."""
 
 import numpy as np
 
@@ -7,7 +8,8 @@ M1, M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # the multipliers of Stafford's
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """Applies SplitMix64's finaliser in place: a bijection of uint64 with full avalanche."""
+    """Applies SplitMix64's finaliser in place. It maps uint64 one to one, and each bit of the input affects
+    all bits of the output."""
     # Only one scratch array is used, because allocating pages takes longer than the arithmetic
     shifted = x >> 30
     x ^= shifted

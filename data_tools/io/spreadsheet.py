@@ -19,17 +19,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-# A spreadsheet takes a cell for a formula if it begins with one of these characters
+# A spreadsheet takes a cell for a formula if it begins with one of the characters in brackets
 FORMULA_START = r"'*[=+\-@\t\r\n]"
 FORMULA_PATTERN = re.compile(FORMULA_START)
-# Matches a quoted formula: replacing the match by \1 removes the apostrophe, in arrow as well
+# Matches the start of a formula and the apostrophe before it. Replacing the match by \1 removes the
+# apostrophe, in arrow as well
 QUOTED_FORMULA = f"^'({FORMULA_START})"
 
 
 def csv_text(rows: Iterable[Sequence[Any]]) -> str:
     """Returns a CSV table of a few rows as text."""
     text, line = io.StringIO(), io.StringIO()
-    # Before 3.13, Python quotes a cell with a carriage return only if lines end with \r as well
+    # Before 3.13, Python puts quotes around a cell that contains \r only if the lines' ending contains it, too
     writer = csv.writer(line, lineterminator="\r\n")
     for row in rows:
         writer.writerow([quote_cell(cell) if isinstance(cell, str) else cell for cell in row])

@@ -110,8 +110,8 @@ def write_at(file: int, data: bytes, start: int) -> None:
 
 
 def locked_by_another(file: IO[Any], place: str) -> bool:
-    """Locks an open file until it is closed. Returns True if another process has locked it. Prints a
-    note if the file system has no locks."""
+    """Locks an open file until it is closed, unless another process has locked it: then returns True.
+    Prints a note if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -124,7 +124,7 @@ def locked_by_another(file: IO[Any], place: str) -> bool:
 @dataclass(frozen=True)
 class LocalFolder:
     url: str
-    # True: messages must not name files in the folder, because the names may be patients'
+    # True if messages must not name files in the folder, because the names may be those of patients
     private: bool = False
     remote = False
 
@@ -211,7 +211,7 @@ class LocalFolder:
         """Yields the names of all links below `under` that point to folders, sorted. The method `names`
         does not follow such links."""
         entries: list[os.DirEntry[str]] = []
-        with suppress(OSError):  # `names` raises an error for a folder that cannot be listed
+        with suppress(OSError):  # for a folder that cannot be listed, `names` raises the error
             entries = sorted(os.scandir(self.path(under)), key=lambda entry: entry.name)
         for entry in entries:
             path = f"{under}/{entry.name}" if under else entry.name
@@ -275,8 +275,9 @@ def explain_write_errors(url: str, name: str) -> Iterator[None]:
 
 @lru_cache(maxsize=8)
 def _connect(url: str, anonymous: bool) -> Any:
-    """Returns the fsspec file system of a URL. It does not retry requests, because `RemoteFolder._retry`
-    does: if s3fs and botocore retried, too, three layers would retry a stalled server at once."""
+    """Returns the fsspec file system of a URL. On S3 it does not retry requests, because
+    `RemoteFolder._retry` does. If s3fs and botocore retried, too, three layers would retry a stalled
+    server at once."""
     options: dict[str, Any] = {"anon": True} if anonymous else {}
     try:
         import fsspec
@@ -299,7 +300,7 @@ def missing_package(url: str, error: ImportError) -> str:
     )
 
 
-async def _get_s3(fs: Any, path: str, start: int, size: int) -> tuple[bytes, int]:
+async def _get_s3_range(fs: Any, path: str, start: int, size: int) -> tuple[bytes, int]:
     """Returns (a range of an object's bytes, length of the whole object). The response states the
     length, but fsspec's `cat_file` does not return it."""
     bucket, key, _ = fs.split_path(path)
@@ -318,7 +319,7 @@ class RemoteFolder:
 
     url: str
     anonymous: bool = False
-    # True: messages must not name files in the folder, because the names may be patients'
+    # True if messages must not name files in the folder, because the names may be those of patients
     private: bool = False
     tries: int | None = None  # how often each request is tried; None means RETRIES times
     remote = True
@@ -384,13 +385,13 @@ class RemoteFolder:
             if hasattr(self.fs, "call_s3"):
                 from fsspec.asyn import sync
 
-                data, total = sync(self.fs.loop, _get_s3, self.fs, path, start, size)
+                data, total = sync(self.fs.loop, _get_s3_range, self.fs, path, start, size)
             else:
                 data, total = (
                     self.fs.cat_file(path, start=start, end=start + size),
                     self.fs.info(path)["size"],
                 )
-        except OSError as error:  # the server answers HTTP 416, as an empty object has no range
+        except OSError as error:  # an empty object has no range: the server answers HTTP 416
             if error.errno == errno.EINVAL and not self.fs.info(path)["size"]:
                 return b""
             raise
@@ -407,7 +408,9 @@ class RemoteFolder:
         )
 
     def stamp(self, name: str) -> bytes:
-        return b""  # a request per record would take longer than planning; record headers have checksums
+        # A request per record would take longer than planning. The stamp can be missing, because record
+        # headers have checksums
+        return b""
 
     def exists(self, name: str) -> bool:
         return bool(self._retry(name, lambda: self.fs.exists(self.path(name))))

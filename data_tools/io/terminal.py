@@ -92,8 +92,8 @@ def invalid_choice_text(value: Any, choices: Iterable[Any]) -> str:
 
 @cache
 def guard_streams() -> None:
-    """Replaces closed streams and escapes characters that a stream cannot encode. Call it before
-    printing."""
+    """Replaces closed streams, escapes characters that a stream cannot encode, and prevents tracebacks if
+    output fails. Call it before printing."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -149,8 +149,8 @@ def _report_failed_output(error: OSError) -> int:
 
 
 def drop_output() -> int:
-    """Discards the buffer and all further output. Writing the buffer at exit would fail again. Returns
-    the exit code 0."""
+    """Discards standard output: what is in the buffer, because writing it at exit would fail again, and
+    all that follows. Returns the exit code 0."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -212,7 +212,8 @@ def is_notebook() -> bool:
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Returns True if this error, or an error that caused it, means out of memory."""
-    # A BlockingIOError means a held lock, but has the same message as a thread that cannot start
+    # A BlockingIOError means a held lock, but has the same message as the error of a thread that cannot
+    # start
     if error is None or isinstance(error, BlockingIOError):
         return False
     return (

@@ -89,13 +89,13 @@ def read_part(out: Folder, name: str) -> pa.Table:
             "fails its sha256",
             f"{out.url}/{part_name(name)}: run the same command again to rebuild it",
         )
-    # pq.read_table would read in threads of arrow, which release `body` later. If the program ends
-    # before they do, they abort it
+    # pq.read_table would use threads of arrow, which release `body` later and abort the program if it ends
+    # before that
     return pq.ParquetFile(pa.BufferReader(body)).read(use_threads=False)
 
 
 def write_part(out: Folder, table: pa.Table, facts: dict[str, Any]) -> None:
-    """Writes a shard's part file: its rows and facts, with their sha256. It exists until the build ends."""
+    """Writes a shard's part file, which holds its rows and facts and their sha256 until the build ends."""
     data = parquet_bytes(table.replace_schema_metadata({"omnilead": json.dumps(facts)}))
     out.write(part_name(facts["name"]), data + hashlib.sha256(data).digest())
 
@@ -153,7 +153,7 @@ class ShardParts:
 
 
 def part_facts(part: pa.Table) -> dict[str, Any]:
-    """Returns the facts of a shard that its part file has besides the rows."""
+    """Returns the facts about a shard that its part file holds besides the rows."""
     facts: dict[str, Any] = json.loads(part.schema.metadata[b"omnilead"])
     return facts
 
@@ -168,7 +168,9 @@ def finish_dataset(
     if not len(found.doubtful):
         return raise_no_record_error(out, rejects)
     records = read_records(partial(_read_columns, parts, found.numbers))
-    sources = source_facts(planned.sources, records, _records_left_out(records, found.left_out))
+    sources = source_facts(
+        planned.sources, records, _left_out_record_counts(records, found.left_out)
+    )
     roles = assign_roles(records, found.doubtful, options.plan, options.seed, options.role_sources)
     del records
     if options.format != "tar":
@@ -176,27 +178,34 @@ def finish_dataset(
     rows = add_roles(parts, roles)
     if options.format == "zarr":
         rows, shards = map(_clear_addresses, rows), []
-    meta = _recipe_entries(recipe) | {"sources": sources, "formats": STORED_FORMATS[options.format]}
+    meta = _meta_from_recipe(recipe) | {
+        "sources": sources,
+        "formats": STORED_FORMATS[options.format],
+    }
     if options.leave_out:
         rejects = options.leave_out.without_names(rejects)
-        meta["left_out_patients"] = _left_out_counts(options.leave_out, found.left_out)
+        meta["left_out_patients"] = _left_out_patient_counts(options.leave_out, found.left_out)
     made = write_tables(out, meta, rows, rejects, shards, roles, planned.name_key)
     if options.leave_out:
         people = {(who, person) for _, who, person, _ in found.left_out if who}
-        options.leave_out.report_found(
+        options.leave_out.note_doubtful_names(
             people, patient_of_crops(made).unique().drop_null().to_pylist()
         )
     return remove_build_folder(made)
 
 
-def _left_out_counts(leave_out: LeaveOut, left_out: Iterable[Sequence[Any]]) -> dict[str, int]:
+def _left_out_patient_counts(
+    leave_out: LeaveOut, left_out: Iterable[Sequence[Any]]
+) -> dict[str, int]:
     """Returns, for dataset.json, how many patients were to be left out and how many of them were
     found."""
     found = {who for _, who, _, _ in left_out if who}
     return {"asked": len(leave_out.names), "found": len(found)}
 
 
-def _records_left_out(records: splits.Records, left_out: Iterable[Sequence[Any]]) -> Counter[str]:
+def _left_out_record_counts(
+    records: splits.Records, left_out: Iterable[Sequence[Any]]
+) -> Counter[str]:
     """Counts the records of each source that have no crops because their patients are left out."""
     labels = {label for label, *_ in left_out}
     names = pc.binary_join_element_wise(
@@ -221,7 +230,7 @@ def write_roles(made: Dataset, recipe: dict[str, Any], options: ShardOptions) ->
         for name, value in made.meta.items()
         if name not in ("id_share", "role_sources", "leave_out_flags", "left_out")
     }
-    meta |= _recipe_entries(recipe) | {"recipe": recipe_hash(recipe)}
+    meta |= _meta_from_recipe(recipe) | {"recipe": recipe_hash(recipe)}
     del meta["fingerprint"]
     key = old_table.schema.metadata[NAME_KEY]
     made = write_tables(out, meta, [rows], read_rejects(made), made.shards, roles, key or None)
@@ -229,8 +238,9 @@ def write_roles(made: Dataset, recipe: dict[str, Any], options: ShardOptions) ->
 
 
 def _read_old_table(made: Dataset) -> pa.Table:
-    """Returns all rows of samples.parquet, with the name key in the metadata, and keeps a copy of the file.
-    If a killed run has left a copy, reads that, because the run may have replaced the file itself."""
+    """Returns all rows of the old samples.parquet, with the name key in the metadata, and keeps a copy of
+    the file. If a killed run has left a copy, reads this copy, because the run may have replaced the
+    file itself."""
     out, facts = made.root, made.facts.samples
     if not out.exists(OLD_TABLE):
         key = made.name_key or b""
@@ -250,7 +260,8 @@ def _read_old_table(made: Dataset) -> pa.Table:
 
 
 def _read_columns(parts: ShardParts, numbers: pa.Table, names: list[str]) -> pa.Table:
-    """Returns columns of all rows: from `numbers`, which were read before, if it has them all."""
+    """Returns the columns `names` of all rows. If `numbers`, which is in memory, has all of them, nothing is
+    read."""
     if set(names) <= set(numbers.column_names):
         return numbers.select(names)
     return parts.columns(names)
@@ -291,7 +302,7 @@ def write_tables(
 
 
 def remove_build_folder(made: Dataset) -> Dataset:
-    """Removes the files that only an unfinished dataset has."""
+    """Removes the files that only an unfinished dataset has, and returns the dataset."""
     try:
         made.root.remove(".build")
     except OSError as error:
@@ -311,7 +322,8 @@ def restore_table(made: Dataset) -> None:
 
 
 def _remove_leftovers(out: Folder, formats: list[str], shards: list[ShardFacts]) -> None:
-    """Removes shards and a zarr copy that killed runs with other sources or options have left."""
+    """Removes shards and a zarr copy that do not belong to the dataset. Killed runs with other sources or
+    options may have left them."""
     if "tar" not in formats:
         out.remove("shards")
     wanted = {shard.name.removesuffix(".tar") for shard in shards}
@@ -414,8 +426,8 @@ def _row_groups(rows: Iterable[pa.Table]) -> Iterator[pa.Table]:
         yield left
 
 
-def _recipe_entries(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of dataset.json that say how the dataset is made."""
+def _meta_from_recipe(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Returns those entries of dataset.json that say how the dataset is made."""
     meta: dict[str, Any] = {"format_version": FORMAT_VERSION}
     meta["format_minor"] = FORMAT_MINOR
     for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples"):
@@ -441,7 +453,7 @@ def raise_no_record_error(out: Folder, rejects: list[Reject]) -> NoReturn:
     and an example of each."""
     out.write(REJECTS, rejects_csv(rejects))
     why = common_reasons_text(rejects) or "all are left out"
-    raise StorageError(f"no record can be used: {why}: {out.url}/{REJECTS} lists all of them")
+    raise StorageError(f"no record can be used: {why}; {out.url}/{REJECTS} lists every refusal")
 
 
 def source_facts(
@@ -517,7 +529,7 @@ def patient_of_crops(made: Dataset) -> pa.Array:
 
 @cache
 def _role_names() -> pa.Array:
-    """Returns the names of the roles as an array. It is no constant of the module, because pyarrow
+    """Returns the names of the roles as an array. This is not a constant of the module, because pyarrow
     imports pandas to make its first array."""
     return pa.array([name or None for name in splits.ROLE_NAMES])
 
@@ -540,7 +552,7 @@ def assign_roles(
 
 
 def value_counts(column: pa.ChunkedArray) -> dict[str, int]:
-    """Returns how often each value occurs, without null."""
+    """Returns how often each value except null occurs."""
     values = pc.value_counts(column.drop_null()).to_pylist()
     return dict(sorted((value["values"], value["counts"]) for value in values))
 

@@ -64,7 +64,7 @@ class LeaveOut:
         dataset shows."""
         return names_by_shown_id(self, patient_source(source)).get(patient) if patient else None
 
-    def report_found(self, found: Iterable[tuple[str, str]], owners: Iterable[str]) -> int:
+    def note_doubtful_names(self, found: Iterable[tuple[str, str]], owners: Iterable[str]) -> int:
         """Prints notes on names in the file that were not found, or that meant several patients, and on
         remaining patients whose ids are similar to ids in the file. `found`: pairs of a name in the
         file and the SOURCE/PATIENT that was left out for it; `owners`: SOURCE/PATIENT of those who
@@ -106,8 +106,8 @@ class LeaveOut:
 
 @lru_cache(maxsize=64)
 def names_by_shown_id(leave_out: LeaveOut, source: str) -> dict[str, str]:
-    """Returns the names in the file by the patient id that a dataset shows for each. `source` is the
-    namespace of the ids, as patient_source() returns it."""
+    """Returns a dict of the names in the file. Its keys are the patient ids that a dataset shows for them.
+    `source` is the namespace of the ids, as patient_source() returns it."""
     ids = {}
     for name in leave_out.names:
         prefix, slash, rest = name.partition("/")

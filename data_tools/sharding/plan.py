@@ -1,5 +1,5 @@
-"""Plan which crop goes into which shard: a seeded permutation of all crops over shards of 1,024,
-made from headers only.
+"""Plan which crop goes into which shard. The plan is a seeded permutation of all crops, cut into shards
+of 1,024 crops, and needs only the records' headers.
 
 The plan is held in columns, which take about a hundred bytes per record; columns of texts lie in
 temporary files. So the plan of eleven million records fits into one machine's memory.
@@ -67,7 +67,7 @@ PLANNING_NUMBERS = np.dtype(
 
 class PlannedShard(NamedTuple):
     crops: PlannedCrops
-    numbers: np.ndarray  # number of each crop, if all records' crops are counted in turn
+    numbers: np.ndarray  # number of each crop, counted through the crops of all records in turn
     # Shards with the same identity have the same bytes, wherever the archive is stored
     identity: str
     # A hash that, unlike `identity`, also changes if a file of the archive is written again
@@ -75,8 +75,8 @@ class PlannedShard(NamedTuple):
 
 
 class TextColumn:
-    """A column of texts in temporary files, whose pages the system may drop from memory. The texts of ten
-    million records would fill half of the memory that planning may take."""
+    """A column of texts in temporary files, whose pages the system may drop from memory. Held in memory, the
+    texts of ten million records would fill half of what planning may take."""
 
     def __init__(self) -> None:
         self.data = tempfile.TemporaryFile()  # noqa: SIM115
@@ -96,8 +96,8 @@ class TextColumn:
         self.size = int(ends[-1]) if texts else self.size
 
     def column(self) -> pa.Array:
-        """Returns the column as a new map of the files. Pages of a map count as memory after they were
-        read."""
+        """Returns the column as an array on a new memory map of the files. In an older map, all pages that
+        have been read count as memory."""
         offsets, data = self._map_file(self.offsets), self._map_file(self.data)
         return pa.Array.from_buffers(pa.large_string(), self.count, [None, offsets, data])
 
@@ -113,14 +113,15 @@ class TextColumn:
 @dataclass(frozen=True)
 class ShardPlan:
     sources: tuple[Source, ...]
-    # keys, labels, numbers and patients have an entry for each usable record: its key in the archive,
-    # source/record, PLANNING_NUMBERS, and the patient that a table names. A record whose name an
-    # earlier record has gets no crops
+    # keys, labels, numbers and patients have one entry for each usable record: its key in the archive, its
+    # label source/record, its PLANNING_NUMBERS, and the patient that a table names for it. A record gets no
+    # crops if an earlier record has its name
     keys: TextColumn
     labels: TextColumn
     numbers: np.ndarray
     patients: pa.Array
-    tables: str  # a hash of the tables in the sources, such as tables of patients
+    # A hash of the tables in the sources, such as tables of patients, and of users' code that reads a source
+    tables: str
     seed: int
     shard_crops: int  # crops of each shard but the last
     seen: dict[str, int]  # number of records by source
@@ -181,24 +182,25 @@ class ShardPlan:
         return licence, round(int(records["dropped"].sum()) / FS_HZ, 3)
 
 
-Refused = tuple[int, str, Reject]  # number of the archive, key in it, and line of rejects.csv
+# Of a refused record: number of its archive, its key in the archive, and its line for rejects.csv
+Refused = tuple[int, str, Reject]
 
 
 class _ChunkHeaders(NamedTuple):
-    """What the headers of one chunk of keys say."""
+    """What the headers of one chunk of records say."""
 
     # keys, labels, numbers and members have an entry for each usable record
     keys: list[str]
     labels: list[str]
     numbers: np.ndarray
-    members: np.ndarray  # hashes of names in a tar, where a-b/c and a/b-c are the same
+    members: np.ndarray  # hashes of the names in a tar, where a-b/c and a/b-c have the same name
     refused: list[Refused]
     seen: Counter[str]  # number of records by source, usable or not
     with_patient: Counter[str]  # number of usable records with a known patient, by source
 
 
 class _AllHeaders:
-    """Collects what the headers of all chunks of keys say."""
+    """Collects what the headers of all records say."""
 
     def __init__(self) -> None:
         self.keys, self.labels = TextColumn(), TextColumn()
@@ -254,12 +256,12 @@ def make_plan(
     doubtful = _records_with_equal_hash(np.frombuffer(scanned.members, np.uint64))
     hidden = np.array([not source.pseudonyms and key is not None for source in sources])
     key_of_row = hidden[numbers["archive"][doubtful]]
-    first, again = _repeated_names(doubtful, labels.column(), key_of_row, key)
+    first, again = _repeated_name_rows(doubtful, labels.column(), key_of_row, key)
     numbers["crops"][again] = 0
     refused, seen = scanned.refused, scanned.seen
     del scanned  # frees the hashes of names, 8 bytes per record
     in_dataset = any(isinstance(source, StoredDataset) for source in sources)
-    refused = _drop_found_elsewhere(refused, labels.column(), seen, in_dataset)
+    refused = _drop_refusals_found_elsewhere(refused, labels.column(), seen, in_dataset)
     columns = keys.column(), labels.column()
     refused += _refuse_repeated_names(
         sources, columns, numbers, (first, again), seen, workers, dask, quiet
@@ -277,13 +279,14 @@ def make_plan(
         seed,
         shard_crops or SHARD_CROPS,
         dict(sorted(seen.items())),
-        _with_unique_names(sources, key, refused, labels.column(), again),
+        _uniquely_named_rejects(sources, key, refused, labels.column(), again),
     )
 
 
 def _check_patients(sources: Sequence[Source], scanned: _AllHeaders) -> None:
-    """Raises an error if a dataset has the patients of a source, but the records of the same source in an
-    archive have none. Chance alone would cause this for fewer than one in a hundred archives."""
+    """Raises an error if a dataset knows the patients of a source, but no record of the same source in an
+    archive has a known patient. It is not raised if this can be chance: if, with the dataset's share of
+    unknown patients, at least one in a hundred archives of this size would have none."""
     for (archive, name), known in scanned.with_patient.items():
         if not isinstance(sources[archive], StoredDataset):
             continue
@@ -301,12 +304,12 @@ def _check_patients(sources: Sequence[Source], scanned: _AllHeaders) -> None:
                 )
 
 
-def _drop_found_elsewhere(
+def _drop_refusals_found_elsewhere(
     refused: list[Refused], labels: pa.Array, seen: Counter[str], in_dataset: bool
 ) -> list[Refused]:
-    """Returns the refusals without those of records whose file is missing and that another source has.
-    This concerns records that a table of their archive lists. With `in_dataset` it concerns all
-    records, because a dataset among the sources may have them. `seen` no longer counts these records."""
+    """Returns the refusals without those of records whose file is missing but that another source has, and
+    subtracts these records from `seen`. Only records that a table of their archive lists can be dropped;
+    with `in_dataset` all records can, because a dataset among the sources may have them."""
     missing: list[Refused] = []
     left: list[Refused] = []
     for archive, key, reject in refused:
@@ -331,9 +334,9 @@ def _refuse_repeated_names(
     dask: str | None,
     quiet: bool,
 ) -> Iterator[Refused]:
-    """Yields a refusal for each record whose name an earlier record has. There is none if one of the two is
-    in a dataset and both are the same ECG, of which the earlier one is used. `columns`: keys and labels
-    of all records; `pairs`: rows of the earlier and of the later record of each pair."""
+    """Yields a refusal for each record that has the name of an earlier record. If one of the two is in a
+    dataset and both are the same ECG, yields nothing: the earlier record is used. `columns`: keys and
+    labels of all records; `pairs`: rows of the earlier and of the later record of each pair."""
     keys, labels = columns
     first, again = pairs
     archives = numbers["archive"]
@@ -401,7 +404,7 @@ def _records_with_equal_hash(members: np.ndarray) -> np.ndarray:
     return np.flatnonzero(pc.is_in(pa.array(members), pa.array(twice)))
 
 
-def _repeated_names(
+def _repeated_name_rows(
     doubtful: np.ndarray, labels: pa.Array, hidden: np.ndarray, key: bytes | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns (row of the earlier record, row of the later record) for pairs with the same name in a tar.
@@ -471,8 +474,8 @@ def _scan_headers(secret: bytes | None, task: tuple[int, Source, list[str]]) -> 
 
 
 def _planning_numbers(header: Header) -> tuple[int, ...]:
-    """Returns the PLANNING_NUMBERS of a record but for the first, its archive. Raises a ReadError if the
-    record cannot be stored in a shard."""
+    """Returns a record's PLANNING_NUMBERS without the first, which is the number of its archive. Raises a
+    ReadError if the record cannot be stored in a shard."""
     crops = crop_count(header.samples, header.fs_hz)
     check_member_name(header.source, header.name, crops)
     if not crops:
@@ -503,7 +506,7 @@ def reject_line(
     return source, pseudonym(key, "r", source, name), reason, "" if key else detail
 
 
-def _with_unique_names(
+def _uniquely_named_rejects(
     sources: Sequence[Source],
     secret: bytes | None,
     refused: list[Refused],

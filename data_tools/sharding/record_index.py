@@ -60,7 +60,7 @@ class RecordIndex:
         return [row for row in rows if (row["source"], row["record"]) == (source, name)]
 
     def has_member(self, source: str, name: str) -> bool:
-        """Returns True if a record in the table has the same name in a tar (as a-b/c and a/b-c have)."""
+        """Returns True if a record in the table has the same name in a tar, as a-b/c and a/b-c have."""
         hashed = np.uint64(member_hash(source, name))
         return bool(
             np.searchsorted(self._hashes, hashed, "right") > np.searchsorted(self._hashes, hashed)

@@ -6,8 +6,8 @@ whole and is never split. The code works on whole columns (numpy), and on names 
 that ten million records take a minute and a gigabyte.
 
 `paper`        by group, as the paper describes; no leakage; the default
-`paper-split`  by crop, as the authors' code does: crops of one ECG can be in both train and
-               test. For comparison only
+`paper-split`  by crop, as the code of the paper's authors does: crops of one ECG can be in both
+               train and test. For comparison only
 `all`          everything is for pre-training
 """
 
@@ -27,8 +27,8 @@ from ..ecg.record import patient_source, real_source
 
 NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
 ROLE_NAMES = ("", "train", "valid", "test", "gallery", "probe")
-NAMES_PER_PART = 65_536  # names that are Python objects at the same time
-HASH_BUCKETS = 16  # equal texts are in the same bucket, and buckets are compared one by one
+NAMES_PER_PART = 65_536  # names that are held as Python objects at the same time
+HASH_BUCKETS = 16  # equal texts fall into the same bucket, so texts are compared bucket by bucket
 # Challenge databases that the paper does not use; one of them has 13,000 crops of only 32 patients
 UNUSED_BY_PAPER = ("ptb", "st_petersburg_incart")
 
@@ -53,7 +53,7 @@ class RoleSources:
 
     def to_meta(self, plan: str) -> dict[str, Any]:
         """Returns the entries for dataset.json: `id_share` and each setting that differs from its
-        default. With the plan `all`, only the flags matter, because all sources have the same role."""
+        default. With the plan `all`, returns only the flags, because all sources have the same role."""
         meta: dict[str, Any] = {}
         if self.leave_out != PAPER_SOURCES.leave_out:
             meta["leave_out_flags"] = list(self.leave_out)
@@ -96,7 +96,7 @@ class Records:
     """Columns of all records. A column has one entry per record or, if its comment says [crops], one
     entry per crop. Each record has at least one crop."""
 
-    source: np.ndarray  # int, index of source_names
+    source: np.ndarray  # int, index into source_names
     source_names: tuple[str, ...]
     names: pa.Array  # of strings
     patients: pa.Array  # of strings, null where unknown
@@ -112,8 +112,8 @@ class Records:
         return np.isin(self.source, codes)
 
     def patient_source(self) -> np.ndarray:
-        """Returns the column `source` with a single number for all formats of hospitals' files, whose
-        patient ids share a namespace."""
+        """Returns the column `source`, but with one number for all formats of hospitals' files, because
+        patient ids in them share a namespace."""
         names = [patient_source(name) for name in self.source_names]
         numbers: np.ndarray = np.array([names.index(name) for name in names], np.int64)[self.source]
         return numbers
@@ -160,7 +160,8 @@ def part_slices(count: int) -> Iterator[slice]:
 
 def number_texts(texts: pa.ChunkedArray) -> np.ndarray:
     """Returns a number for each text, counted from 0; equal texts have the same number, and null has -1.
-    Arrow's hash table of all texts would take 100 bytes per text, so arrow gets one bucket at a time."""
+    Arrow's hash table of all texts would take 100 bytes per text, so arrow gets the texts of one hash
+    bucket at a time."""
     bucket = np.empty(len(texts), np.int8)
     for part in part_slices(len(texts)):
         bucket[part] = [hash(text) % HASH_BUCKETS for text in texts[part].to_pylist()]
@@ -176,8 +177,8 @@ def number_texts(texts: pa.ChunkedArray) -> np.ndarray:
 
 
 def _link_equal_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns pairs of positions with equal values, as two arrays. The pairs connect all positions of
-    a value."""
+    """Returns pairs of positions with equal values, as two arrays. The pairs of a value link all of its
+    positions in a chain."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     same = np.flatnonzero(ordered[1:] == ordered[:-1])
@@ -217,7 +218,8 @@ def assign_crop_roles(
     group_dx, group_identity = _draw_dx_and_id_roles(records, seed, in_dx)
     identity, tested = _gallery_probe_roles_and_mask(records, seed, sources)
     kept_out, has_dx = np.zeros((2, len(group_dx)), bool)
-    kept_out[group[tested]] = True  # groups that must stay out of all training
+    # `kept_out`: groups that stay out of pre-training and of training on identification
+    kept_out[group[tested]] = True
     has_dx[group[in_dx]] = True
     kept_out |= has_dx & (group_dx != TRAIN)
     crop_group = group[records.crop_record]
@@ -275,7 +277,8 @@ def _pretrain_records(records: Records, sources: RoleSources) -> np.ndarray:
 
 
 def keyed_uniform(texts: Iterable[str], key: str, draws: int = 1) -> np.ndarray:
-    """Returns numbers [n, draws] in [0, 1). The draws of a text depend only on the text and the key."""
+    """Returns `draws` pseudo-random numbers in [0, 1) for each text, as [texts, draws]. They depend only on
+    the text and the key."""
     keyed = blake2b(key=key.encode(), digest_size=8 * draws)
     words = bytearray()
     for text in texts:
@@ -300,8 +303,8 @@ def _draw_dx_and_id_roles(
     records: Records, seed: int, in_dx: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns (role in diagnosis, role in training on identification) of each group. A group has the roles
-    that are drawn for one of its records, the leader. The leader is a diagnosis record if the group
-    has one, so that duplicates from other sources do not change the roles."""
+    that are drawn for one of its records, the leader. The leader is a record in the mask `in_dx` if the
+    group has one, so that duplicates from other sources do not change the roles."""
     names = [patient_source(name) for name in records.source_names]
 
     def owner_names(part: slice) -> Iterator[str]:
@@ -325,9 +328,9 @@ def _draw_dx_and_id_roles(
 def _gallery_probe_roles_and_mask(
     records: Records, seed: int, sources: RoleSources
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draws two sessions per patient by keyed hash. The first crop of one session is for the gallery, the
-    first crop of the other is a probe. Two files with the same waveform count as one session. Returns
-    (roles of crops in identification, mask of the drawn records)."""
+    """Returns (gallery or probe role of each crop, mask of the records that have a crop with such a role).
+    Two sessions of each tested patient are drawn by keyed hash: the first crop of one is for the gallery,
+    the first crop of the other is a probe. Two files with the same waveform count as one session."""
     identity = np.zeros(len(records.crop_record), np.int8)
     tested = np.zeros(len(records.names), bool)
     candidates = np.flatnonzero(records.is_from(*sources.id) & (records.patient_number >= 0))
@@ -353,7 +356,7 @@ def _gallery_probe_roles_and_mask(
 
 
 def _first_crops(records: Records, some: np.ndarray) -> np.ndarray:
-    """Returns the first crop of each record in `some`."""
+    """Returns the number of the first crop of each record in `some`, which holds numbers of records."""
     place = np.full(len(records.names), -1, np.int32)
     place[some] = np.arange(len(some))
     crops = np.flatnonzero(place[records.crop_record] >= 0)
@@ -395,8 +398,8 @@ def _draw_tested_patients(
 
 
 def _assign_by_crop(records: Records, seed: int, sources: RoleSources) -> CropRoles:
-    """Assigns roles crop by crop as the code of the paper's authors does, which differs from their
-    paper: only crops for diagnosis valid and test stay out of pre-training."""
+    """Assigns roles crop by crop, as the code of the paper's authors does. Unlike in their paper, only
+    crops for diagnosis valid and test stay out of pre-training."""
 
     def names_with_source(numbers: np.ndarray) -> Iterator[str]:
         names = records.names.take(pa.array(numbers)).to_pylist()

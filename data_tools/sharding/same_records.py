@@ -25,7 +25,7 @@ Places = list[tuple[int, str]]  # for each record: number of its archive, its ke
 
 
 def member_hash(source: str, name: str) -> int:
-    """Returns a hash of a record's name in a tar, in which a-b/c and a/b-c have the same name."""
+    """Returns a hash of the name that a record has in a tar, where a-b/c and a/b-c have the same name."""
     return hash_bytes(f"{source}-{name}".encode())
 
 
@@ -79,7 +79,7 @@ def _compare_chunk(
 
     def compare(pair: tuple[tuple[int, str], tuple[int, str]]) -> ReadError | None:
         one, other = (_waveform_sum(sources[archive], key) for archive, key in pair)
-        # If the file of `other` is missing, only a table of the archive names the record
+        # If the file of `other` is missing, only a table names the record, and it counts as the same ECG
         if isinstance(other, ReadError):
             return None if other.reason == MISSING_FILE else other
         if one == other:

@@ -89,8 +89,8 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
     unfinished = out.exists(".build")
     if not complete and not unfinished:
         with suppress(StorageError):  # a folder that does not exist cannot be listed
-            # rejects.csv is left by a build whose records were all refused; .build belongs to a run that
-            # has begun or ended since it was looked for above
+            # rejects.csv may come from a build whose records were all refused, and .build from a run that has
+            # begun since `unfinished` was set
             if files := [name for name in out.children() if name not in (REJECTS, ".build")]:
                 raise DataError(
                     f"{out.url} is not empty ({files[0]}, ...) and is not a dataset: choose another ",
@@ -110,8 +110,8 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
 
 
 def _pseudonym_key_mark(sources: list[Source], key: bytes | None) -> str | None:
-    """Returns a text that identifies the key with which all names become pseudonyms; None without
-    pseudonyms. Names in the datasets among the sources may be pseudonyms already."""
+    """Returns a text that identifies the key of all pseudonyms in the new dataset; None without pseudonyms.
+    Raises a DataError if a dataset among the sources has pseudonyms of another key."""
     mark = key_fingerprint(key)
     marks = {source.pseudonyms for source in sources}
     if not key and len(marks) == 1 and all(isinstance(source, StoredDataset) for source in sources):
@@ -163,8 +163,8 @@ def _plan_and_build(
 
 
 def _copies_of_left_out(parts: ShardParts) -> dict[str, list[int]]:
-    """Returns the waveform hashes of left-out patients that shards still contain, by the shard's name.
-    These crops belong to another patient or to none."""
+    """Returns the waveform hashes of left-out crops that shards still contain, by the shard's name. The
+    crops that are still there belong to another patient or to none."""
     waveforms: set[int] = set()
     for facts in parts.facts():
         waveforms |= {left[3] for left in facts["left_out"]}
@@ -198,7 +198,7 @@ def _locked_folder_and_file(out: Folder) -> tuple[Path, IO[bytes]]:
                 break
             if os.path.samestat(os.fstat(lock.fileno()), os.stat(place / "lock")):
                 (place / "tmp").mkdir(exist_ok=True)
-                refused.pop_all()  # so that the locked file stays open
+                refused.pop_all()  # after this, the block does not close the locked file
                 return place, lock
     raise StorageError(
         f"{out.url}: another run is writing there: wait for it, or choose another ", Flag("--out")
@@ -378,15 +378,17 @@ class _ShardWriter:
         self.tar, self.options, self.copies = tar, options, copies
         self.rows: list[dict[str, Any]] = []
         self.rejects: list[Reject] = []
-        # For each left-out crop: source/record as in a dataset, patient as in the user's file,
-        # SOURCE/PATIENT as in a dataset, waveform hash. The part file holds them until the build ends
+        # For each left-out crop: (source/record, the patient as the user's file names it, the patient as
+        # SOURCE/PATIENT, waveform hash). Source/record and SOURCE/PATIENT are those that the dataset would
+        # show. The part file holds these entries until the build ends
         self.left_out: list[tuple[str, str, str, int]] = []
         self.samples = np.empty(CROP_SHAPE, "<i2")
 
     def add(
         self, archive: Source, path: str, label: str, part: int, record: EcgRecord | ReadError
     ) -> None:
-        """Adds crop number `part` of a record. `label`: source/name of the record."""
+        """Adds crop number `part` of a record to the tar, or the reasons why it cannot be used to `rejects`.
+        `label`: source/name of the record."""
         source, _, name = label.partition("/")
         key = None if archive.pseudonyms else self.options.pseudonym_key
         notes: list[tuple[str, str]] = []
@@ -401,13 +403,14 @@ class _ShardWriter:
             notes.append((error.reason, detail_with_path(archive.path_of(path), error.detail)))
             self.rejects += [reject_line(archive, key, source, name, *note) for note in notes]
             return
-        if self._is_left_out(row):
+        if self._note_if_left_out(row):
             return
         for note in (*notes, *_flag_lines(crop)):
             self.rejects.append(reject_line(archive, key, source, name, *note))
         self._write(row, part)
 
-    def _is_left_out(self, row: dict[str, Any]) -> bool:
+    def _note_if_left_out(self, row: dict[str, Any]) -> bool:
+        """Returns True if the crop must be left out. Adds it to `left_out` then."""
         if not self.options.leave_out:
             return False
         source, patient, hashed = row["source"], row["patient"], row["waveform"]
@@ -463,7 +466,8 @@ def _flag_lines(crop: Crop) -> Iterator[tuple[str, str]]:
 def _read_in_shard_order(
     sources: tuple[Source, ...], crops: PlannedCrops
 ) -> Iterator[tuple[Source, str, str, int, EcgRecord | ReadError]]:
-    """Yields (source, key, label, crop, record) in shard order; remote records are prefetched."""
+    """Yields (source, record's key, label, number of the crop in the record, record) for each crop, in shard
+    order. Remote records are prefetched."""
     read = lru_cache(CACHED_RECORDS)(
         lambda archive, key: read_safely(partial(read_record, sources[archive]), key)
     )

@@ -35,7 +35,8 @@ MAX_INDEX_BYTES = 2**26
 OCTAL_SIZE = re.compile(b"[0-7]{11}")
 OWNER, TIME = b"0000644\0" + b"0000000\0" * 2, b"00000000000\0"
 HEADER_REST = b"0" + bytes(100) + b"ustar\00000" + bytes(64) + b"0000000\0" * 2 + bytes(167)
-# A header's checksum counts the checksum field itself as eight spaces
+# The part of a header's checksum that is the same for all members. The checksum field itself counts as
+# eight spaces
 CONSTANT_CHECKSUM = sum(OWNER + TIME + HEADER_REST) + 8 * 32
 # Number of a storage object of the zarr copy; tar, offset and crc32c of each of its crops
 ZarrBlock = tuple[int, list[tuple[str, int, int]]]

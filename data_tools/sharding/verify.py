@@ -73,7 +73,7 @@ from .shards import (
 
 MAX_FINDINGS = 20  # most findings that are listed for one shard, storage object or folder
 RECORDS_PER_TASK = 512  # records of an archive that are compared in one task
-BATCH_ROWS = 65_536  # rows of a table that are Python objects at the same time
+BATCH_ROWS = 65_536  # rows of a table that are held as Python objects at the same time
 CONTENT_COLUMNS = ["crc32c", "waveform", "halves", "missing_leads"]
 ARCHIVE_COLUMNS = (
     "patient",
@@ -85,7 +85,7 @@ ARCHIVE_COLUMNS = (
     "missing_leads",
     "flags",
 )
-ROW_COLUMNS = ["source", "record", "start_s", "shard", "offset", "crc32c", *ARCHIVE_COLUMNS]
+INDEXED_COLUMNS = ["source", "record", "start_s", "shard", "offset", "crc32c", *ARCHIVE_COLUMNS]
 TEXT = pa.large_string()
 PATIENT_SCHEMA = pa.schema({"source": TEXT, "record": TEXT, "patient": TEXT})
 REFUSED_SCHEMA = pa.schema({"source": TEXT, "record": TEXT, "reason": TEXT})
@@ -94,7 +94,7 @@ JSON_COLUMNS = [
     for name in COLUMNS.names
     if name not in ("shard", "offset", "crc32c", "waveform", *ROLE_COLUMNS)
 ]
-# Number of a shard or of a storage object of the zarr copy; its rows, in order
+# Number of a shard, or of a storage object of the zarr copy, and its rows of samples.parquet in order
 Rows = tuple[int, pa.Table]
 
 
@@ -167,7 +167,8 @@ def split_rows(dataset: Dataset, columns: list[str], begins: np.ndarray) -> Iter
 
 
 def _check_meta(dataset: Dataset, of_records: Records) -> Iterator[str]:
-    """Yields where dataset.json differs from the preprocessing's hash, the rows and the existing files."""
+    """Yields where dataset.json contradicts its own hash of the preprocessing, the rows of samples.parquet
+    or the files that exist."""
     facts = dataset.facts
     if recipe_hash(facts.preprocessing) != facts.preprocessing_sha256:
         yield f"{META}: preprocessing fails its sha256"
@@ -306,8 +307,8 @@ def _check_index(dataset: Dataset, name: str, data: memoryview, rows: pa.Table) 
 
 
 def _check_members(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
-    """Yields where the members of a tar contradict the rows, up to the end of the file: in a tar header
-    or in a JSON, which must have the values of its row."""
+    """Yields where a tar contradicts the rows: in a header or an offset, in a JSON that differs from its
+    row, or in anything but the tar's end after the last crop."""
     end = 0
     for number, row in enumerate(rows.to_pylist()):
         key = f"{row['source']}-{row['record']}-{round(row['start_s'] * FS_HZ) // CROP:03d}"
@@ -339,7 +340,7 @@ def _differing_entries(facts: dict[str, Any], row: dict[str, Any]) -> list[str]:
     expected["crc32c"] = f"{row['crc32c']:08x}"
     expected["waveform"] = f"{row['waveform']:016x}"
     if facts.get("age") is not None:
-        facts["age"] = float(np.float32(facts["age"]))  # samples.parquet stores float32
+        facts["age"] = float(np.float32(facts["age"]))  # samples.parquet stores ages as float32
     names = facts.keys() | expected.keys()
     return sorted(name for name in names if facts.get(name) != expected.get(name))
 
@@ -373,7 +374,8 @@ def _check_zarr(dataset: Dataset, fast: bool, workers: int, quiet: bool) -> list
 
 
 def check_zarr_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
-    """Returns what is wrong with a storage object of the zarr copy: its index or a chunk, one per crop."""
+    """Returns what is wrong with a storage object of the zarr copy: with its index, or with its chunks, of
+    which each holds one crop."""
     number, rows = rows_of
     chunks, root, name = dataset.chunks, dataset.root, dataset.chunks.object_name(number)
     try:
@@ -404,7 +406,7 @@ def check_zarr_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
 class _RecordComparison(NamedTuple):
     """The result of comparing a record of an archive with the dataset."""
 
-    row: int = -1  # the record's first row in the dataset
+    row: int = -1  # the record's first row in the dataset; -1 if it was compared with no row
     findings: tuple[str, ...] = ()
     missing: str = ""  # the record's name if one of its files is missing
 
@@ -443,7 +445,7 @@ class _ArchiveComparison:
             return _RecordComparison(
                 rows[0]["row"], tuple(_compare_record(self.dataset, key, record, name, rows))
             )
-        # The dataset has another record of the same name in a tar, as a-b/c and a/b-c have
+        # Another record of the dataset has the same name in a tar, as a-b/c and a/b-c have
         if self.rows.has_member(record.source, name):
             return _RecordComparison()
         says = f"is in the archive, but neither in {SAMPLES} nor in {REJECTS}"
@@ -469,7 +471,7 @@ def _compare_archive(
     for bit. Returns the findings."""
     if other := wrong_key_message(dataset.facts.pseudonyms, key):
         return [other]
-    schema = pa.schema([COLUMNS.field(name) for name in ROW_COLUMNS])
+    schema = pa.schema([COLUMNS.field(name) for name in INDEXED_COLUMNS])
     lines = [reject[:3] for reject in rejects if reject[2] not in FLAG_REASONS]
     refused = pa.Table.from_pylist(
         [dict(zip(REFUSED_SCHEMA.names, line, strict=True)) for line in lines], REFUSED_SCHEMA
@@ -482,7 +484,7 @@ def _compare_archive(
     with tempfile.TemporaryDirectory(prefix="omnilead-") as place:
         comparison = _ArchiveComparison(
             dataset,
-            RecordIndex.write(Path(place, "rows"), schema, dataset.row_batches(ROW_COLUMNS)),
+            RecordIndex.write(Path(place, "rows"), schema, dataset.row_batches(INDEXED_COLUMNS)),
             RecordIndex.write(
                 Path(place, "refused"), REFUSED_SCHEMA, refused.to_batches(BATCH_ROWS)
             ),
@@ -490,11 +492,12 @@ def _compare_archive(
             leave_out,
             key,
         )
-        seen = np.zeros(len(dataset), bool)  # first rows of records that are in the archive
+        # True at the first row of each record that is found in the archive
+        seen = np.zeros(len(dataset), bool)
         findings = _archive_findings(comparison, sources, seen, workers, quiet)
         listed = _first_findings(findings, "--archive")
         if not seen.any():  # the archive has none of the dataset's records
-            return _absent_records(comparison.rows, seen, "all ", "is this the archive?")
+            return _absence_finding(comparison.rows, seen, "all ", "is this the archive?")
         return listed
 
 
@@ -523,7 +526,7 @@ def _archive_findings(
         if missing:
             root = archive.root
             tell(f"note: {missing_note(root.url, missing, root.private)}")
-    yield from _absent_records(comparison.rows, seen, "", "pass all SRC of the dataset")
+    yield from _absence_finding(comparison.rows, seen, "", "pass all SRC of the dataset")
 
 
 def _read_patients(sources: list[Source], url: str, workers: int, quiet: bool) -> pa.Table:
@@ -555,7 +558,7 @@ def _can_be_used(record: EcgRecord) -> bool:
         return False
 
 
-def _absent_records(rows: RecordIndex, seen: np.ndarray, how_many: str, mend: str) -> list[str]:
+def _absence_finding(rows: RecordIndex, seen: np.ndarray, how_many: str, mend: str) -> list[str]:
     first_rows = rows.first_rows()
     absent = first_rows[~seen[first_rows]]
     if not len(absent):
@@ -607,7 +610,7 @@ def _compare_record(
         if "zeros" not in row["flags"]:
             again["flags"] = [flag for flag in again["flags"] if flag != "zeros"]
         if again["age"] is not None:
-            again["age"] = float(np.float32(again["age"]))  # samples.parquet stores float32
+            again["age"] = float(np.float32(again["age"]))  # samples.parquet stores ages as float32
         if differing := [column for column in ARCHIVE_COLUMNS if again[column] != row[column]]:
             hint = ""
             if "patient" in differing and not again["patient"]:

@@ -10,7 +10,7 @@ The record lies in a model's folder, as seen.parquet. Whoever has an ECG can ask
 seen`: downstream/evaluation/trained_on.py), if it is bit-identical: resampled, shifted or rescaled copies are not
 found. A patient (a record where the patient is unknown) is hashed
 
-- openly, where names are public (Dataset.is_public) or are pseudonyms, which nobody can guess;
+- openly, where names are public (Dataset.public_name_mask) or are pseudonyms, which nobody can guess;
 - else with the key of the dataset (Dataset.name_key), which is never in a model's folder: so nobody finds a name
   by trying all ids, and whoever has the dataset can ask.
 
@@ -85,7 +85,7 @@ def seen_record_of_crops(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Tab
         names, _ = owners_and_known(crops)
         of_people = _name_hashes(names, PUBLIC_NAME_KEY)
         if dataset.name_key and not has_pseudonyms:
-            secret = ~dataset.is_public(crops)
+            secret = ~dataset.public_name_mask(crops)
             of_people[secret] = _name_hashes(names.filter(pa.array(secret)), dataset.name_key)
             is_keyed |= bool(secret.any())
         people.append(of_people)

@@ -479,7 +479,7 @@ def test_hostile_files_are_refused(tmp_path, name, inside, make, error):
 def test_an_npz_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("omnilead.data_tools.io.npz.ANY_RATIO_BYTES", 1000)
     write(tmp_path, np.zeros_like(MV), FACTS, "e.npz", "x")
-    with pytest.raises(DataError, match=r"more than its \d+ bytes can hold"):
+    with pytest.raises(DataError, match=r"more than the \d+ bytes that are accepted"):
         opened(tmp_path)
 
 

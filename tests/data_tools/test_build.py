@@ -220,7 +220,7 @@ def test_an_archive_without_a_usable_crop_is_one_line_and_leaves_no_thread(tmp_p
     write_challenge(place, "E1", np.zeros((12, 5000), np.int16))
     started(threads_left, tmp_path / "a", tmp_path / "out", out=tmp_path / "log").join()
     why = "no valid lead (training/georgia/g1/E1.hea: at 0 s: 12 of 12 leads never change)"
-    said = f"0 no record can be used: {why}: {tmp_path}/out/rejects.csv lists all of them\n"
+    said = f"0 no record can be used: {why}; {tmp_path}/out/rejects.csv lists every refusal\n"
     assert (tmp_path / "log").read_text() == said
 
 
@@ -245,7 +245,7 @@ def test_if_all_records_are_refused_the_error_says_why_and_they_are_listed(
     rejects = out / "rejects.csv"
     for name in ("one", "two"):
         write_challenge(src, name, ecg(samples), **options)
-    with pytest.raises(StorageError, match=f"{said}.*: {rejects} lists all of them"):
+    with pytest.raises(StorageError, match=f"{said}.*; {rejects} lists every refusal"):
         build(src, out)
     _, one, two = csv.reader(rejects.read_text().splitlines())
     assert (one[1], two[1]) == ("one", "two") and one[2] in said

@@ -28,7 +28,7 @@ from omnilead.data_tools.io.errors import ReadError, StorageError
 from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sharding.finishing import read_rejects
 from omnilead.data_tools.sharding.roles import RoleSources
-from omnilead.data_tools.show import record_figure
+from omnilead.data_tools.show import show_record
 from omnilead.data_tools.sources.base import prepare_record
 from omnilead.data_tools.sources.detect import open_sources
 from omnilead.data_tools.sources.hospital_files import HOSPITAL_FORMATS, HospitalFiles
@@ -280,7 +280,7 @@ def test_a_picture_says_what_it_leaves_out_and_what_is_doubtful(tmp_path):
     minutes = {lead: np.tile(uv, 60) for lead, uv in TRUTH.items()}
     seconds = len(minutes["I"]) / 500
     content = dicom_file(group(minutes, {"x003a0210_DS": "20"}))
-    figure = record_figure(str(write_files(tmp_path, {"one.dcm": content}) / "one.dcm"))
+    figure = show_record(str(write_files(tmp_path, {"one.dcm": content}) / "one.dcm"))
     said = " ".join(text.get_text() for text in figure.texts)
     none = "no heart rate or axis: no beats that are alike (computed, not a diagnosis)"
     assert f"first 10 of {seconds:.3g} s. {none}. implausible amplitude: " in said

@@ -55,7 +55,7 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
     np.savez_compressed(tmp_path / "a.npz", a=np.zeros((12, 5000)))
     assert npz_array(tmp_path / "a.npz", "a").shape == (12, 5000)
     monkeypatch.setattr("omnilead.data_tools.io.npz.MAX_ARRAY_BYTES", 400_000)
-    with pytest.raises(ArrayError, match="more than its 400000 bytes can hold"):
+    with pytest.raises(ArrayError, match="more than the 400000 bytes that are accepted"):
         npz_array(tmp_path / "a.npz", "a")
 
 
