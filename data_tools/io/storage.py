@@ -41,7 +41,7 @@ from .terminal import tell
 
 T = TypeVar("T")
 Item = TypeVar("Item")
-RETRIES, FIRST_WAIT_S = 6, 0.2
+MAX_TRIES, FIRST_WAIT_S = 6, 0.2
 CONCURRENT_REQUESTS = 32  # requests that one process sends at the same time
 
 
@@ -321,7 +321,7 @@ class RemoteFolder:
     anonymous: bool = False
     # True if messages must not name files in the folder, because the names may be those of patients
     private: bool = False
-    tries: int | None = None  # how often each request is tried; None means RETRIES times
+    tries: int | None = None  # how often each request is tried; None means MAX_TRIES times
     remote = True
 
     @property
@@ -335,7 +335,7 @@ class RemoteFolder:
         """Returns the result of `call`, which is retried with exponential backoff and jitter.
         `must_exist`: a missing file (404) is retried, too, because the error can be transient."""
         what = self.url if self.private else self.path(name)
-        tries = self.tries or RETRIES
+        tries = self.tries or MAX_TRIES
         for attempt in range(1, tries + 1):
             try:
                 return call()

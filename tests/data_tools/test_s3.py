@@ -280,7 +280,7 @@ def test_crops_read_over_a_bad_network_are_right(
         assert not any(fault.times for fault in s3.faults)
         assert np.array_equal(out, [right.read(row) for row in rows.tolist()])
     if how in ("404", "lie"):  # the others take their time
-        monkeypatch.setattr(storage, "RETRIES", 2)
+        monkeypatch.setattr(storage, "MAX_TRIES", 2)
         for source, path in (("tar", "tar$"), ("zarr", "/c/[01]/0/0$")):
             s3.faults = [Fault(how, "GET", path, float("inf"))]
             with pytest.raises(DataError, match=rf"^{url}/[^\n]*$"):

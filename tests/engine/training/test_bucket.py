@@ -141,7 +141,7 @@ def test_what_was_not_uploaded_at_the_end_is_an_error_that_names_the_folder(stor
     send, calls, asked = Bucket._upload_changes, count(), []
 
     def tries(self, name, call, must_exist=False):
-        asked.append(self.tries or storage.RETRIES)
+        asked.append(self.tries or storage.MAX_TRIES)
         return retry(self, name, call, must_exist)
 
     def gone(*arguments):
@@ -157,7 +157,7 @@ def test_what_was_not_uploaded_at_the_end_is_an_error_that_names_the_folder(stor
     lines = ended.output.splitlines()
     # It is said once; the three checkpoints and the end ask 6 times, once, once, 6 times
     assert len([line for line in lines if "training goes on" in line]) == 1
-    assert asked == [storage.RETRIES, 1, 1, storage.RETRIES]
+    assert asked == [storage.MAX_TRIES, 1, 1, storage.MAX_TRIES]
     assert f"all is in {store.folder('a')}" in lines[-1]
     assert (store.folder("a") / "model").is_dir()
     store.server.start(monkeypatch)
