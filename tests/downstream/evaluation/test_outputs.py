@@ -238,9 +238,7 @@ def test_parts_that_an_earlier_version_began_without_a_column_are_refused(tmp_pa
         parts.write_part(0, part(0))
         parts.require_columns(["x"])
         (parts.folder / "000001.parquet").write_text("damaged")
-        says = (
-            r"out\.parts: another job wrote it: its parts are without a column path: remove it, or"
-        )
+        says = r"out\.parts: another job wrote it \(its parts are without a column path\): remove it, or"
         with pytest.raises(ConfigError, match=says):
             compute_parts(
                 SimpleNamespace(),
