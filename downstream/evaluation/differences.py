@@ -94,7 +94,7 @@ def metrics_by_fold(
             defined_KB = (of_fold_KB > 0) & ~np.isnan(ranked[name])
             sums[name] += np.where(defined_KB, ranked[name] * of_fold_KB, 0)
             counts[name] += np.where(defined_KB, of_fold_KB, 0)
-    with np.errstate(invalid="ignore"):  # a class for which all folds have no weight gets NaN
+    with np.errstate(invalid="ignore"):  # a class for which no fold has weight gets NaN
         return samples | {name: sums[name] / counts[name] for name in ranks}
 
 

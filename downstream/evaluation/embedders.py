@@ -182,8 +182,8 @@ def _random_model(model: TrainedModel, seed: int) -> TrainedModel:
 
 
 def readout_without_rhythm(model: TrainedModel, readout: str) -> Readout:
-    """Returns the model's read-out without `rhythm`, which is measured in the signal and depends on
-    no model."""
+    """Returns the read-out, or the model's own if it is "", without `rhythm`, which is measured in
+    the signal and depends on no model."""
     parts = tuple(part for part in model.suitable_readout(readout) if part != "rhythm")
     if not parts:
         raise ConfigError(

@@ -84,7 +84,7 @@ def require_new_folder(out: Path, flag: str) -> None:
 
 
 def require_known_labels(labels: TaskLabels, train: ProbedRecords) -> None:
-    """Raises ConfigError if a class has no known label."""
+    """Raises ConfigError if an output has no known label among the records of `train`."""
     unknown_K = np.isnan(train.y_NK).all(0)
     if unknown_K.any():
         names = ", ".join(np.array(labels.classes)[unknown_K])

@@ -462,8 +462,8 @@ def few_scored_note(data: Datasets, rows: Array, labels: TaskLabels) -> list[str
 
 
 def record_names(data: Datasets, rows: Array) -> list[str]:
-    """Returns the name of the record of each crop, as source/record. If several datasets have the
-    same name, the address of the dataset is appended."""
+    """Returns the name of the record of each crop, as source/record. If a name occurs in several
+    datasets, the address of the crop's dataset is appended."""
     table = data.table(["source", "record"]).take(rows).to_pydict()
     names = [f"{source}/{name}" for source, name in zip(*table.values(), strict=True)]
     shared = set(records_in_several_datasets(data.all))

@@ -114,7 +114,7 @@ class EcgOptions:
         return self.on_corrupt == "skip" or (self.on_corrupt == "auto" and of_folder)
 
 
-class SourceCrops(NamedTuple):
+class CropFacts(NamedTuple):
     """Facts about the crops of one batch, which stand in CropBatch.crops."""
 
     part: int
@@ -216,7 +216,7 @@ class DatasetSource:
             for uv_LT, source, start_s in zip(batch.uv_BLT, sources, starts_s, strict=True):
                 if not start_s:
                     self.heart_rates.add(source, np.asarray(uv_LT))
-            yield batch._replace(crops=SourceCrops(part, table, self.record[at_B]))
+            yield batch._replace(crops=CropFacts(part, table, self.record[at_B]))
             progress(len(at_B))
 
 
@@ -240,7 +240,7 @@ class RecordSource:
         self.skipped: dict[int, list[Skipped]] = {}
         self.rates_hz: set[float] = set()  # recording rates of the ECGs read so far
         self.heart_rates = HeartRates()
-        # For each crop, two numbers: of its ECG, and the hash of its waveform
+        # For each crop, two numbers: the number of its ECG, and the hash of its waveform
         self.crops_read = array("Q")
 
     @property
@@ -298,7 +298,7 @@ def _make_batch(part: int, crops: Sequence[RecordCrop], paths: Sequence[str | No
     uv_BLT = np.stack([ecg.crops_uv[crop] for _, ecg, crop in crops])
     halves_B = np.array([ecg.halves[crop] for _, ecg, crop in crops])
     record_B = np.array([number for number, _, _ in crops])
-    return CropBatch(uv_BLT, halves_B, SourceCrops(part, table, record_B))
+    return CropBatch(uv_BLT, halves_B, CropFacts(part, table, record_B))
 
 
 CropSource = DatasetSource | RecordSource

@@ -389,7 +389,7 @@ class TrainedModel(nn.Module):
         forward, width = partial(self.read, readout=parts), self.readout_width(parts)
         ecgs = self._cut_crops(signal, fs_hz, leads, unit)
         for warning in _amplitude_warnings(ecgs, unit):
-            # The third frame is the caller, since the second is torch's decorator
+            # The warning points at the caller: frame 3, since frame 2 is torch's decorator
             warnings.warn(warning, stacklevel=3)
         c_BD = self._mean_outputs(forward, width, ecgs)
         return c_BD if _is_batch(signal) else c_BD[0]
@@ -405,7 +405,7 @@ class TrainedModel(nn.Module):
         trained with missing leads."""
         ecgs = self._cut_crops(signal, fs_hz, leads, unit)
         for warning in (*_amplitude_warnings(ecgs, unit), *self._missing_lead_warnings(ecgs)):
-            # The third frame is the caller, since the second is torch's decorator
+            # The warning points at the caller: frame 3, since frame 2 is torch's decorator
             warnings.warn(warning, stacklevel=3)
         y_BK = self._mean_outputs(self.scores, len(self.classes), ecgs)
         answers = [dict(zip(self.classes, y_K, strict=True)) for y_K in y_BK.tolist()]

@@ -222,7 +222,7 @@ def test_outputs_kept_from_an_interrupted_evaluation(
 def test_ranks_need_a_file_and_each_other(diagnostic, tmp_path, refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused(
-        "WORLD_SIZE=2: several ranks keep their outputs in a file next to the results, but no file of results is named: give --json",
+        "WORLD_SIZE=2: several ranks keep .* next to the results, but no file of results is named: give --json F or --report F",
         diagnostic,
     )
     refused(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from omnilead.data_tools.dataset import Dataset, DatasetError
-from omnilead.downstream.inference.ecg_reader import CROP_COLUMNS, Skipped, SourceCrops
+from omnilead.downstream.inference.ecg_reader import CROP_COLUMNS, CropFacts, Skipped
 from omnilead.downstream.inference.outputs import (
     ParquetParts,
     compute_parts,
@@ -128,7 +128,7 @@ class Source:
             yield CropBatch(
                 np.full((1, 12, 5000), n, np.int16),
                 np.ones(1, int),
-                SourceCrops(n // 2, self.table, np.array([n])),
+                CropFacts(n // 2, self.table, np.array([n])),
             )
 
 
