@@ -73,7 +73,7 @@ def run_plan(options: argparse.Namespace) -> int:
     jobs = drop_real_steps_without_ecgs(read_plan(tree, folder.path, options.only), folder)
     if options.dry_run:
         return show_plan(folder, jobs, options.jobs)
-    folder.start(jobs)
+    folder.note_commands(jobs)
     with open_executor_and_slots(options.jobs) as (executor, slots):
         code = run_jobs(folder, jobs, executor, slots)
     write_record(folder, tree, options.plan)

@@ -39,7 +39,7 @@ from omnilead.downstream.evaluation.results import (
     nan_to_none,
     score_task,
 )
-from omnilead.downstream.inference.trained_model import THRESHOLD
+from omnilead.downstream.inference.trained_model import DEFAULT_THRESHOLD
 from omnilead.downstream.reports.bench_report import write_comparison
 from omnilead.downstream.reproduce.jobs import read_json
 from omnilead.downstream.tasks.metrics import Array, challenge_statistic
@@ -158,7 +158,7 @@ def score_run(run: Path, dataset: Dataset, options: argparse.Namespace) -> Score
     weight_NB, samples = bootstrap_weights(np.array(people)), dict[str, Array]()
     of_challenge = halves.head.classes == CLASSES
     for name, thresholds in (
-        ("challenge", THRESHOLD),
+        ("challenge", DEFAULT_THRESHOLD),
         (CHOSEN_THRESHOLDS_SCORE, halves.head.chosen),
     ):
         if of_challenge and thresholds:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 class Comparison(dict[str, Any]):
-    """The content of OUT/bench.json as a dictionary, which can also be read as a table of its
-    scores."""
+    """The content of OUT/bench.json as a dictionary. Its `table` and `to_pandas` give the scores as
+    a table."""
 
     @property
     def table(self) -> "pa.Table":
@@ -122,8 +122,9 @@ def bench(
     precision: shared.Precision = "auto",
     anonymous: shared.Anonymous = False,
 ) -> Comparison:
-    """Compares models on frozen embeddings, as `omnilead bench`: returns the content of
-    OUT/bench.json, which can also be read as a table. The message of an error has one line."""
+    """Compares models on frozen embeddings, as `omnilead bench` does. Returns the content of
+    OUT/bench.json, whose `table` and `to_pandas` give the scores as a table. The message of an
+    error has one line."""
     # These imports wait until here, so that --help does not load PyTorch
     from omnilead.downstream.evaluation import bench as comparison
     from omnilead.downstream.evaluation.embedders import EmbedOptions

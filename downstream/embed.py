@@ -51,8 +51,8 @@ def embed(
     readout: shared.Readout = "",
     pseudonymize: shared.Pseudonymize = None,
 ) -> "pa.Table | WrittenTable":
-    """Computes embeddings of ECGs, as `omnilead embed`. Returns a pyarrow table or, with `out`,
-    writes a parquet file. The file is written in parts, so that the same call resumes after an
+    """Computes embeddings of ECGs, as `omnilead embed` does. Returns a pyarrow table or, with
+    `out`, writes a parquet file. The file is written in parts, so that the same call resumes after an
     interruption, and ranks of torchrun or deepspeed share the parts."""
     options = locals()
     # These imports wait until here, so that --help does not load PyTorch

@@ -101,8 +101,8 @@ def evaluate(
     device: shared.Device = "auto",
     anonymous: shared.Anonymous = False,
 ) -> Facts | None:
-    """Scores a trained model on held-out ECGs, as `omnilead evaluate`: returns the content of
-    --json, or None on all ranks but the first. The message of an error has one line."""
+    """Scores a trained model on held-out ECGs, as `omnilead evaluate` does. Returns what --json
+    writes, or None on all ranks but the first. The message of an error has one line."""
     from omnilead.downstream.evaluation.results import EvalOptions
     from omnilead.downstream.inference.commands import select_device
     from omnilead.downstream.inference.trained_model import load
@@ -113,7 +113,7 @@ def evaluate(
     files.require_writable()
     run, table = os.fspath(model), os.fspath(labels)
     options = EvalOptions(role, leads, batch, run, files.halves_file)
-    with process_group():
+    with closing_process_group():
         datasets = open_together(data, anonymous)
         join_ranks()
         trained = load(run, code).to(select_device(device))
@@ -128,7 +128,7 @@ def evaluate(
 
 
 @contextmanager
-def process_group() -> Iterator[None]:
+def closing_process_group() -> Iterator[None]:
     """Closes the process group of the ranks when the block ends; OutputError if another rank has
     died."""
     from omnilead.engine.training.distributed import close_groups, lost_a_rank
@@ -148,8 +148,8 @@ def process_group() -> Iterator[None]:
 def score_model(
     model: "TrainedModel", data: "Datasets", task: str, labels: str, options: "EvalOptions"
 ) -> "TaskResult | IdentificationResult":
-    """Returns the model's scores in the task of this name with the label table `labels`. "auto":
-    the task that the model was fine-tuned for."""
+    """Returns the model's scores in the task of this name with the label table `labels`. The task
+    "auto" is the one that the model was fine-tuned for or, if there is none, identification."""
     from omnilead.downstream.evaluation.identification import identify
     from omnilead.downstream.evaluation.results import find_task, score_task
 
@@ -188,7 +188,8 @@ class ResultFiles(NamedTuple):
         world = launched_rank().world
         if world > 1 and not self.halves_file:
             raise ConfigError(
-                f"WORLD_SIZE={world}: several ranks keep their outputs in a file next to the results: give ",
+                f"WORLD_SIZE={world}: several ranks keep their outputs in a file next to the results, but no "
+                "file of results is named: give ",
                 Flag("--json"),
                 " F or ",
                 Flag("--report"),
@@ -219,9 +220,9 @@ class ResultFiles(NamedTuple):
 
 
 def label_table_of_run(model: str) -> str:
-    """Returns the path of the label table that RUN has kept from its training; "" if there is none.
-    A path or address that the model itself names is never opened, because the model may come from
-    anyone."""
+    """Returns the path of the label table that the run `model` has kept from its training; "" if
+    there is none. A path or address that the model itself names is never opened, because the model
+    may come from anyone."""
     table = Path(model, LABELS)
     return str(table) if table.is_file() and not table.is_symlink() else ""
 

@@ -97,8 +97,8 @@ def fit(
     precision: shared.Precision = "auto",
     anonymous: shared.Anonymous = False,
 ) -> FittedModel:
-    """Fits a classifier of your own labels on a frozen model, as `omnilead fit`, and returns it. The
-    message of an error has one line."""
+    """Fits a classifier of your own labels on a frozen model, as `omnilead fit` does, and returns
+    it. The message of an error has one line."""
     # These imports wait until here, so that --help does not load PyTorch
     from omnilead.downstream.evaluation import fit as fitting
     from omnilead.downstream.evaluation.embedders import EmbedOptions

@@ -59,8 +59,8 @@ def predict(
     ] = "record",
     pseudonymize: shared.Pseudonymize = None,
 ) -> "pa.Table | WrittenTable":
-    """Computes predictions of a fine-tuned model, as `omnilead predict`. Returns a pyarrow table
-    or, with `out`, writes a parquet or CSV file. The file is written in parts, as by
+    """Computes predictions of a fine-tuned model, as `omnilead predict` does. Returns a pyarrow
+    table or, with `out`, writes a parquet or CSV file. The file is written in parts, as by
     `omnilead.embed`."""
     options = locals()
     # These imports wait until here, so that --help does not load PyTorch

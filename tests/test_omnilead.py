@@ -367,7 +367,7 @@ def test_a_wrong_value_is_the_same_line_from_the_command_and_from_python(
         ("shard", {"out": "x", "plan": "all", "id_share": 0.1}, "so `id_share` has no effect: use `plan` paper"),
         ("shard", {"out": "x", "source": "none"}, "`source` none: unknown format: choose auto"),
         ("verify", {"patients": "p.csv"}, "`patients` p.csv applies to an archive.*add `archive` SRC"),
-        ("predict", {"data": "e.npy"}, "`data` e.npy: give its sampling rate with `fs_hz`"),
+        ("predict", {"data": "e.npy"}, "`data` e.npy: the file does not state its sampling rate: give it with `fs_hz`"),
         ("embed", {"data": "e.npy", "out": "x.csv"}, "^`out` x.csv: must end in .parquet"),
         ("evaluate", {"data": "e.npy", "json": "no/x"}, "`json` no/x: the folder no does not exist"),
         ("finetune", {"data": "e.npy", "out": "x"}, "use `labels` my.csv, `task` NAME .* or `config` dia"),

@@ -179,8 +179,8 @@ def longest_input(rows: Sequence[ComparedRow]) -> Input:
 def row_scores(
     row: ComparedRow, lead: str, plan: BenchPlan, folder: Path, clock: TimeEstimate
 ) -> Scores:
-    """Returns the scores of a row with these leads, by task, leads and share. They are means over
-    the draws of the row."""
+    """Returns the scores of a row whose embedders are shown the leads `lead`, by task, leads and
+    share. A score is the mean over the draws of the row."""
     if not plan.tasks and not row.identifies:
         return {}
     samples_of_draws = [
@@ -213,8 +213,8 @@ def metrics_of_draw(
     folder: Path,
     clock: TimeEstimate,
 ) -> dict[tuple[str, Any], Samples]:
-    """Returns metrics [K, B] on the bootstrap resamples, by task and share, for one draw of a row,
-    whose embedders' vectors are joined."""
+    """Returns the metrics [K, B] of one draw of a row on the bootstrap resamples, by task and share.
+    The vectors of the draw's embedders are joined."""
     fit, test = (plan.fitted, plan.fit_leads or lead), (plan.tested, lead)
     vectors = {}
     for data, leads in dict.fromkeys([fit, test] if plan.tasks else [test]):
@@ -240,8 +240,8 @@ def metrics_of_probes(
     fit: Fit,
     clock: TimeEstimate,
 ) -> dict[float, Samples]:
-    """Returns metrics [K, B] on the bootstrap resamples, by share, averaged over the draws of the
-    labels."""
+    """Returns the metrics [K, B] of a task's probes on the bootstrap resamples, by share, averaged
+    over the draws of the labels."""
     data = ProbeData(
         task.train.mean_embeddings(fitted), task.train.y_NK, task.train.patient_N, task.kind
     )

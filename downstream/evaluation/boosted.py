@@ -34,7 +34,7 @@ LIGHTGBM_SETTINGS = {
     "force_row_wise": True,
     "verbose": -1,
 }
-# Each tree sees this share of the features, but at least so many
+# Each tree sees FEATURE_SHARE of the features, but at least LEAST_FEATURES of them
 FEATURE_SHARE, LEAST_FEATURES = 0.05, 32
 MIN_EXAMPLES_OF_CLASS = 3
 INSTALL_LIGHTGBM = "lightgbm is not installed: pip install 'omnilead[bench]'"

@@ -1,5 +1,5 @@
 """Computes scores with 95 % intervals, and paired differences between models. All are computed on the
-same bootstrap resamples of the test patients and of the draws.
+same bootstrap resamples of the test patients and of the draws of labels.
 
     weight_NB = bootstrap_weights(patient_N)              # B weightings of the rows; the first counts each once
     samples = mean_over_classes(metrics_by_class("multilabel", y_NK, scores_NK, weight_NB))     # metrics [B]
@@ -25,7 +25,8 @@ INTERVAL_METHOD = "BCa"
 RANKING_METRICS = ("auroc", "auprc", "c_index")  # these metrics rank ECGs by their scores
 METRIC_RANGES = {"mae": (0, np.inf), "rmse": (0, np.inf), "r2": (-np.inf, 1), "pearson": (-1, 1)}
 DEFAULT_METRIC_RANGE = (0, 1)  # the range of all other metrics
-Samples = dict[str, Array]  # by metric: its values on the B weightings of the rows, [B] or [K, B]
+# {metric: its values on the B weightings of the rows}, [B] or, for each of K classes, [K, B]
+Samples = dict[str, Array]
 Scored = tuple[Facts, Samples]
 Scores = dict[tuple[Any, ...], Scored]  # by ROW_KEYS
 
@@ -93,7 +94,7 @@ def metrics_by_fold(
             defined_KB = (of_fold_KB > 0) & ~np.isnan(ranked[name])
             sums[name] += np.where(defined_KB, ranked[name] * of_fold_KB, 0)
             counts[name] += np.where(defined_KB, of_fold_KB, 0)
-    with np.errstate(invalid="ignore"):  # a class for which all folds have no weight gets NaN
+    with np.errstate(invalid="ignore"):  # a class for which no fold has weight gets NaN
         return samples | {name: sums[name] / counts[name] for name in ranks}
 
 
@@ -106,7 +107,7 @@ def widen_spread(samples: Samples, fold_N: Array) -> Samples:
     folds, wider = len(np.unique(fold_N)), {}
     factor = np.sqrt(1 + folds / (folds - 1)) if folds > 1 else 1.0
     for name, value_KB in samples.items():
-        # A metric that is undefined in all resamples stays NaN
+        # numpy would warn about a metric that is undefined in all resamples; it stays NaN
         with warnings.catch_warnings(action="ignore"):
             mean_K1 = np.nanmean(value_KB[:, 1:], 1, keepdims=True)
         drawn = mean_K1 + factor * (value_KB[:, 1:] - mean_K1)
@@ -119,7 +120,7 @@ def mean_over_classes(samples: Samples, is_few: bool = False) -> Samples:
     """Returns the mean of each metric [K, B] over the classes for which it is defined. `is_few`:
     there are too few patients for a bootstrap, so the values on resamples become NaN."""
     means = {}
-    # A metric that is defined for no class stays NaN
+    # numpy would warn about a metric that is defined for no class; it stays NaN
     with warnings.catch_warnings(action="ignore"):
         for name, value_KB in samples.items():
             means[name] = np.nanmean(value_KB, 0)
@@ -144,7 +145,7 @@ def rows_and_differences(scores: Scores, random: Mapping[str, str]) -> Facts:
             row["intervals"][name] = score_interval(value_B, people)
         rows.append(row)
         for other in dict.fromkeys([random[key[0]], first]):
-            # Rows that do not identify patients have no score to compare in that task
+            # A row that does not identify patients has no score of identification to compare with
             if other == key[0] or (other, *key[1:]) not in scores:
                 continue
             _, against = scores[other, *key[1:]]
@@ -158,7 +159,7 @@ def rows_and_differences(scores: Scores, random: Mapping[str, str]) -> Facts:
 def score_interval(value_B: Array, people: int = 0) -> list[float]:
     """Returns the 95 % interval of a score or of a difference. If a score is a share of `people` and
     is 0 or 1, resamples never change it, so the interval is Clopper and Pearson's. If all resamples
-    agree, the interval is NaN, unless the value is 0: a model does not differ from itself."""
+    agree, the interval is NaN, unless the value is 0, as the difference between equal models."""
     if people > 1 and np.isclose(value_B[0], (0, 1)).any():
         return exact_interval(round(value_B[0]) * people, people)
     ends: list[float] = bca_interval(value_B).tolist()

@@ -72,7 +72,8 @@ def rows_to_compare(
     models: Sequence[str], options: EmbedOptions, reader: str = "linear", seed: int = 0
 ) -> list[ComparedRow]:
     """Returns the rows: the models, with random weights after the first model of each architecture,
-    then the methods without pre-training. Without LightGBM, there is no row of gradient boosting.
+    then the methods without pre-training, then each model joined with the mean beat. Without
+    LightGBM, there is no row of gradient boosting.
     `models`: FOLDER or NAME=FOLDER. `reader`: the kind of probe that is fitted on the models'
     embeddings. `seed`: the seed of the first draw of random weights; each further draw adds 1."""
     if reader == "boosted" and not has_lightgbm():
@@ -181,8 +182,8 @@ def _random_model(model: TrainedModel, seed: int) -> TrainedModel:
 
 
 def readout_without_rhythm(model: TrainedModel, readout: str) -> Readout:
-    """Returns the model's read-out without `rhythm`, which is measured in the signal and depends on
-    no model."""
+    """Returns the read-out, or the model's own if it is "", without `rhythm`, which is measured in
+    the signal and depends on no model."""
     parts = tuple(part for part in model.suitable_readout(readout) if part != "rhythm")
     if not parts:
         raise ConfigError(

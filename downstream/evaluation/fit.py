@@ -31,9 +31,10 @@ from .heads import (
 from .plan import datasets_text, read_labels_to_probe, refuse_leak_between, task_of_table
 from .records import FIT_SPLITS, ShownLeads, probed_records
 from .results import EvalOptions, leakage_notes, limited_input_and_warnings
-from .vectors import require_cache
+from .vectors import refuse_foreign_files
 
-CLASSES_SHOWN = 12  # a single further class is shown, too
+# This many classes get a line each, and all others share one. If only one is left, it gets its own
+CLASSES_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,10 @@ def fit_task(task: TaskConfig, options: FitOptions) -> tuple[FittedHead, TaskLab
     head and the labels that it was fitted to."""
     out = Path(options.out)
     require_new_folder(out, Flag("--out"))
-    # Holds the embeddings; after an interruption it stays, to resume
+    # The embeddings are saved in this folder. It stays after an interruption, so that the same
+    # command can resume
     parts = out.with_name(f"{out.name}.parts")
-    require_cache(parts)
+    refuse_foreign_files(parts)
     data = open_together(options.data, options.anonymous)
     embedder = load_embedder(options.model, options.model, options.embedding)
     model = full_precision_model(embedder, options.model, options.embedding.code)

@@ -20,7 +20,7 @@ from omnilead.engine.model.folder import write_model
 from omnilead.engine.settings.errors import ConfigError, Facts
 from omnilead.engine.settings.leads import describe_leads
 
-from ..inference.trained_model import THRESHOLD, TrainedModel, load, parse_head_info
+from ..inference.trained_model import DEFAULT_THRESHOLD, TrainedModel, load, parse_head_info
 from ..inference.trees import Trees
 from ..tasks.kinds import KINDS, best_thresholds, sensitivity_points
 from ..tasks.labels import TaskLabels
@@ -61,13 +61,13 @@ class FittedHead(NamedTuple):
     readout: Readout
     leads: str  # the leads that the head was fitted on
     seen: pa.Table  # the ECGs that the head was fitted on, as in engine.data.seen
-    document: Facts  # `head` in config.json
+    document: Facts  # the section `head` of config.json
     people: str  # whom it was fitted on: "120 ECGs of 80 patients"
     sentences: list[str]  # say how good the head is
 
     @property
     def description(self) -> str:
-        """Returns what the head is, in words."""
+        """Returns the kind of the head in words, such as "a linear layer"."""
         return "boosted trees" if isinstance(self.probe.head, Trees) else "a linear layer"
 
 
@@ -84,7 +84,7 @@ def require_new_folder(out: Path, flag: str) -> None:
 
 
 def require_known_labels(labels: TaskLabels, train: ProbedRecords) -> None:
-    """Raises ConfigError if a class has no known label."""
+    """Raises ConfigError if an output has no known label among the records of `train`."""
     unknown_K = np.isnan(train.y_NK).all(0)
     if unknown_K.any():
         names = ", ".join(np.array(labels.classes)[unknown_K])
@@ -107,8 +107,8 @@ def fit_head(
     # This refuses a wrong number of folds before anything is computed
     fold_N = fold_of_records(datasets, train, options)
     readout = readout_of_head(embedder, options)
-    # A read-out with rhythm keeps it here, because the written model will measure rhythm itself, in
-    # the leads that it is shown
+    # Here the read-out keeps `rhythm`, because the written model will measure it itself, in the
+    # leads that it is shown
     vectors = cached_vectors(
         with_readout(embedder, readout), datasets, train.rows, options.leads, parts
     )
@@ -128,9 +128,9 @@ def fit_head(
         sentences = ["not cross-validated: too few labels differ for every fold to learn from"]
         if used_K.any():
             scores_NK = held_out_scores(fit, data, record_N, fold_N, used_K)
-            document |= cross_validation(labels, train, scores_NK, fold_N, used_K)
+            document |= cross_validation_facts(labels, train, scores_NK, fold_N, used_K)
             info = parse_head_info({"head": document})
-            sentences = info.sentences if info else []
+            sentences = info.score_sentences if info else []
     seen = fitted_ecgs_table(datasets, np.sort(train.rows))
     people = ecgs_and_patients_text(train.patient_N)
     return FittedHead(probe, readout, options.leads, seen, document, people, sentences)
@@ -147,9 +147,10 @@ def fitted_ecgs_table(datasets: Datasets, rows: Array) -> pa.Table:
 
 
 def fold_of_records(datasets: Datasets, train: ProbedRecords, options: HeadOptions) -> Array:
-    """Returns the fold in which each record is held out. It is NEVER_HELD_OUT for all records if they
-    are of one patient. If there are more than ROWS_FOR_ONE_FOLD and `options.folds` is 0, only
-    one fold is held out, and the records of the others are NEVER_HELD_OUT."""
+    """Returns the number of the fold in which each record is held out. If all records are of one
+    patient, all get NEVER_HELD_OUT. If there are more than ROWS_FOR_ONE_FOLD records and
+    `options.folds` is 0, only fold 0 is held out, and the records of other folds get
+    NEVER_HELD_OUT."""
     group_N = fold_groups(datasets, train)
     count = options.folds or min(DEFAULT_FOLDS, len(np.unique(group_N)))
     if count < 2:
@@ -161,8 +162,8 @@ def fold_of_records(datasets: Datasets, train: ProbedRecords, options: HeadOptio
 
 
 def readout_of_head(embedder: Embedder, options: HeadOptions) -> Readout:
-    """Returns the read-out of the head. To that of the options, boosted trees add the measurements
-    and the mean beat."""
+    """Returns the read-out of the head: that of the options, to which the measurements and the mean
+    beat are added for boosted trees."""
     model = embedder.trained_model
     readout = model.suitable_readout(options.readout)
     if options.reader == "boosted":
@@ -172,7 +173,8 @@ def readout_of_head(embedder: Embedder, options: HeadOptions) -> Readout:
 
 
 def head_section(labels: TaskLabels, probe: Probe) -> Facts:
-    """Returns the section `head` of config.json."""
+    """Returns the section `head` of config.json, still without recording rates and
+    cross-validation."""
     kind = KINDS[probe.kind]
     document: Facts = {"task": labels.task.name, "kind": probe.kind, "unit": labels.task.unit}
     document |= labels.resume_facts
@@ -182,16 +184,16 @@ def head_section(labels: TaskLabels, probe: Probe) -> Facts:
     if kind.has_scale:
         document |= {"center": probe.center_K.tolist(), "scale": probe.scale_K.tolist()}
     if kind.has_thresholds:
-        document["thresholds"] = [THRESHOLD] * len(labels.classes)
+        document["thresholds"] = [DEFAULT_THRESHOLD] * len(labels.classes)
     return document
 
 
 def held_out_scores(
     fit: Fit, data: ProbeData, record_N: Array, fold_N: Array, used_K: Array
 ) -> Array:
-    """Returns the scores of each record for the outputs `used_K`: the mean over its rows of the
-    scores by a probe that was fitted on the records of all other folds. Records that are never held
-    out get 0."""
+    """Returns the scores of each record for the outputs `used_K`, which are means over the rows of
+    the record. The rows of a fold are scored by a probe that was fitted on all other rows. Records
+    that are never held out get 0."""
     sums_NK = np.zeros((len(fold_N), used_K.sum()))
     folds = np.unique(fold_N[fold_N != NEVER_HELD_OUT])
     held_FR = [fold_N[record_N] == fold for fold in folds]
@@ -204,7 +206,7 @@ def held_out_scores(
     return np.asarray(sums_NK / np.bincount(record_N)[:, None])
 
 
-def cross_validation(
+def cross_validation_facts(
     labels: TaskLabels, train: ProbedRecords, scores_NK: Array, fold_N: Array, used_K: Array
 ) -> Facts:
     """Returns `cross_validated` and, if the kind of task has them, `thresholds`, for the section
@@ -237,7 +239,7 @@ def cross_validation(
     if not KINDS[kind].has_thresholds:
         return {"cross_validated": nan_to_none(cross_validated)}
     cross_validated["sensitive"] = sensitivity_points(y_NK, scores_NK, names[used_K].tolist())
-    threshold_K = np.full(len(names), THRESHOLD)
+    threshold_K = np.full(len(names), DEFAULT_THRESHOLD)
     threshold_K[used_K] = best_thresholds(y_NK, scores_NK)
     return {"cross_validated": nan_to_none(cross_validated), "thresholds": threshold_K.tolist()}
 

@@ -62,7 +62,7 @@ class IdentificationResult:
     def accuracy_interval(self) -> list[float]:
         """Returns the 95 % interval of the accuracy."""
         hits, people = self.scores["hits"], len(set(self.probe_ids))
-        # All resamples would agree, so the interval is exact instead
+        # If all probes are hits, or none is, all resamples agree, so the interval is exact instead
         if people > 1 and hits.mean() in (0, 1):
             return exact_interval(int(hits[0]) * people, people)
 
@@ -246,8 +246,8 @@ def crops_to_identify(tested: Datasets, measured_B: Array) -> GalleryAndProbes:
 
 
 def gallery_and_probe_rows(data: Datasets, among: Array | None = None) -> list[Array]:
-    """Returns [gallery crops, probe crops]; ConfigError if there are none of either. `among`: only
-    these crops are returned, if given."""
+    """Returns [gallery crops, probe crops]; ConfigError if either has no crops. `among`: the crops to
+    choose from; None for all."""
     sides = []
     for role in ("gallery", "probe"):
         rows = data.rows_with_id_role(role)

@@ -47,9 +47,9 @@ from .results import FEW_TESTED_ECGS, load_task
 
 IDENTIFICATION = "identification"
 TABLE_SUFFIXES = (".parquet", ".csv")
-# An .xls file is listed so that it is refused as a table that cannot be read, not as an unknown
-# task
-SHEET_SUFFIXES = (*TABLE_SUFFIXES, ".tsv", ".xls")
+# A name with such an ending is that of a table, not of a shipped task. An .xls file cannot be read;
+# it is listed so that the error says this, not that the task is unknown
+TABLE_LIKE_SUFFIXES = (*TABLE_SUFFIXES, ".tsv", ".xls")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class ProbedTask(NamedTuple):
         used = names[used_K].tolist()
         per_class = {}
         for metric, value_KB in samples.items():
-            # A regression is skipped, since its values are means over the columns
+            # A regression of several columns is skipped, since its values are means over the columns
             if len(value_KB) == len(used):
                 per_class[metric] = dict(zip(used, value_KB[:, 0].tolist(), strict=True))
         return {
@@ -222,9 +222,9 @@ def separate_labels_and_tasks(
     if tasks or not all(map(is_table, names)):
         raise ConfigError(
             Flag("--labels"),
-            f" {' '.join(names)}: with ",
+            f" {' '.join(names)}: several values must all be tables, and cannot stand beside ",
             Flag("--tasks"),
-            " this can be only one table or one folder: name tables that are tasks with ",
+            ": give one table or one folder, and name tables that are tasks with ",
             Flag("--tasks"),
         )
     return "", names
@@ -347,7 +347,7 @@ def outputs_to_score(
     draws: dict[float, list[Array]],
     fold_N: Array | None,
 ) -> dict[float, Array]:
-    """Returns {share: bool [K]}, `used_outputs` of a ProbedTask; ConfigError if no output can be
+    """Returns the `used_outputs` of a ProbedTask, {share: bool [K]}; ConfigError if no output can be
     scored at some share."""
     used = {share: scorable_outputs(kind, train, test, draws[share], fold_N) for share in draws}
     for share, used_K in used.items():
@@ -379,8 +379,8 @@ def scorable_outputs(
 
 
 def read_labels_to_probe(data: Datasets, task: TaskConfig, splits: Sequence[str]) -> TaskLabels:
-    """Reads the labels of a task; ConfigError if these splits have no labelled records, or if their
-    labels do not differ."""
+    """Reads the labels of a task. ConfigError if none of these splits has labelled records, or if
+    all labels of each output are the same in them."""
     if task.kind == "identity":
         raise ConfigError(
             "is a task of identifying patients: use `identification`, which takes no table"
@@ -420,7 +420,7 @@ def task_of_table(
 def _task_from_argument(word: str, options: BenchOptions) -> TaskConfig:
     """Returns the task that a word after --tasks names: a shipped task with its label table, or a
     table, whose kind is guessed. ConfigError if a shipped task needs a table that is not there."""
-    if word.endswith(SHEET_SUFFIXES) or is_workbook(word):
+    if word.endswith(TABLE_LIKE_SUFFIXES) or is_workbook(word):
         return task_of_table(word, options.columns, options.kind, options.positive)
     url, is_shipped = find_label_table(options.labels, word), word in shipped_configs("tasks")
     if url and not is_shipped and not Path(word).exists():

@@ -32,13 +32,13 @@ from omnilead.data_tools.io.cluster import reuse_processes, run_in_order
 from ..tasks.kinds import KINDS, event_loss
 from ..tasks.metrics import Array
 
-# L2 penalties per feature. The strongest is first, because each fit starts from the solution of the
-# fit before
+# Strengths of the L2 penalty, which are multiplied by the number of features. The strongest is
+# first, because each fit starts from the solution of the fit before
 PENALTY_STRENGTHS = (30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003)
 SOLVER_STEPS = 1000  # a solver stops after this many steps
 LOGISTIC_TOLERANCE = 1e-3  # a tolerance of a tenth of this changes no score in the fourth digit
 DEFAULT_FOLDS = 5  # number of folds of a cross-validation
-MOST_JOB_BYTES = 2**27  # only jobs with smaller embeddings are sent to other processes
+MAX_SENT_JOB_BYTES = 2**27  # jobs with larger embeddings are not sent to other processes
 ROWS_FOR_ONE_FOLD = 5000  # with more rows than this, only one of the folds is held out
 # If the error at a penalty exceeds the least error of the fold by this share, weaker penalties are
 # not tried
@@ -59,8 +59,8 @@ class ProbeData(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """A fitted probe: `head` maps embeddings to outputs, which can become the head of a model. It
-    was fitted to standardised values: value = output * scale + center."""
+    """A fitted probe. Its `head` maps embeddings to outputs, and can become the head of a model. In
+    a regression, it was fitted to standardised values: value = output * scale + center."""
 
     kind: str
     head: nn.Module
@@ -105,7 +105,7 @@ def run_probe_jobs(jobs: Iterable[ProbeJob]) -> Iterator[Array]:
     processes are used."""
     queue = iter(jobs)
     first = next(queue)
-    is_small = first.data.x_ND.nbytes + first.test_ND.nbytes <= MOST_JOB_BYTES
+    is_small = first.data.x_ND.nbytes + first.test_ND.nbytes <= MAX_SENT_JOB_BYTES
     processes = fit_process_count() if is_small else 1
     return run_in_order(ProbeJob.scores, chain([first], queue), processes)
 
@@ -127,8 +127,8 @@ def fitting_in_processes() -> Iterator[None]:
 
 
 def standardise_labels(data: ProbeData) -> tuple[ProbeData, Array, Array]:
-    """Returns the data with standardised values, and their center [K] and scale [K]. Labels that
-    are classes or times of events are not changed: center 0, scale 1."""
+    """Returns the data with standardised labels, and the center [K] and scale [K] of the labels.
+    Labels that are classes or times of events are not changed: center 0, scale 1."""
     outputs = data.y_NK.shape[1]
     if not KINDS[data.kind].has_scale:
         return data, np.zeros(outputs), np.ones(outputs)
@@ -180,7 +180,8 @@ def _fit_each_penalty(data: ProbeData, strengths: Sequence[float]) -> Iterator[P
     fits = SOLVERS[data.kind](x_ND, data.y_NK, alphas)
     for strength, (weights_KD, bias_K) in zip(strengths, fits, strict=True):
         layer = nn.Linear(x_ND.shape[1], outputs).double()
-        # The layer takes features that are not standardised
+        # The layer will take features that are not standardised, so the scaler's numbers become part
+        # of its weights
         weights_KD = weights_KD / scaler.scale_
         layer.weight.data = torch.from_numpy(weights_KD)
         layer.bias.data = torch.from_numpy(bias_K - weights_KD @ scaler.mean_)

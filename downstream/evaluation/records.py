@@ -31,7 +31,7 @@ from ..tasks.metrics import Array
 from .vectors import Vectors
 
 FIT_SPLITS = ("train", "valid")  # the splits that a probe is fitted on
-# A share of the patients up to 0.1 is drawn so many times; a larger share is drawn less often
+# A share of the patients up to 0.1 is drawn this many times; a larger share is drawn less often
 MAX_LABEL_DRAWS = 5
 
 

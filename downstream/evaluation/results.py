@@ -41,7 +41,7 @@ from ..inference.outputs import (
     embedding_matrix,
     vector_output,
 )
-from ..inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
+from ..inference.trained_model import DEFAULT_THRESHOLD, HeadInfo, TrainedModel
 from ..tasks.config import TaskConfig
 from ..tasks.join import records_in_several_datasets
 from ..tasks.kinds import KINDS, MIN_POSITIVES, sensitivity_points, sensitivity_sentences
@@ -65,10 +65,10 @@ AGE_BANDS = np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])
 FEW_TESTED_ECGS = 100  # with fewer tested ECGs, the interval of an AUROC is often wider than 0.2
 CHOSEN_THRESHOLDS_SCORE = "challenge_chosen"
 CHALLENGE_NOTE = (
-    f"A class counts as predicted above {THRESHOLD}, as in the Challenge. Only the Challenge score "
+    f"A class counts as predicted above {DEFAULT_THRESHOLD}, as in the Challenge. Only the Challenge score "
     "with chosen thresholds uses the threshold of each class that had the highest F1 in validation."
 )
-DIAGNOSIS_HEAD = HeadInfo("diagnosis", "multilabel", CLASSES, (THRESHOLD,) * len(CLASSES))
+DIAGNOSIS_HEAD = HeadInfo("diagnosis", "multilabel", CLASSES, (DEFAULT_THRESHOLD,) * len(CLASSES))
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class EvalOptions:
     """Options for scoring a model."""
 
     role: str = "test"  # the split that is scored: test or valid
-    # The leads that the model is shown, as for engine.settings.leads.parse_leads; "": all that it was
-    # trained on
+    # The leads that the model is shown, in any form that engine.settings.leads.parse_leads reads; "":
+    # all that it was trained on
     leads: str = ""
     batch: int = 32  # crops encoded at a time
     name: str = "model"  # the name that the results give to the model
@@ -88,9 +88,9 @@ class EvalOptions:
 
 @dataclass(frozen=True, eq=False)
 class TaskResult:
-    """The labels and scores of each half of 5 s, from which all metrics are computed.
-    `record_scores`: the metrics of whole records; the score of a record is the mean over its
-    halves."""
+    """The labels and scores of each window, from which all metrics are computed. A window is a half
+    of 5 s, unless the model takes windows of another length. `record_scores`: the metrics of whole
+    records; the score of a record is the mean over its windows."""
 
     # 0, 1 or NaN, which is unknown; in regression, values; in survival, times, negative if censored
     labels_NK: Array
@@ -104,7 +104,7 @@ class TaskResult:
     # By "age", "sex" and "source": the group of each row
     groups_N: Mapping[str, Array] = field(default_factory=dict)
     resamples: int = RESAMPLES
-    resampling_unit: str = "patients"  # what the bootstrap draws, as by TaskLabels.resampling_unit
+    resampling_unit: str = "patients"  # what the bootstrap draws: TaskLabels.resampling_unit
 
     @cached_property
     def half_scores(self) -> Facts:
@@ -120,8 +120,9 @@ class TaskResult:
 
     @cached_property
     def group_scores(self) -> dict[str, Facts]:
-        """Returns the metrics of the records of each group, by age, sex and source, with their
-        counts, intervals and positives of each class."""
+        """Returns the metrics and intervals of the records of each group, by age, sex and source.
+        Adds how many records and patients a group has and, if the task has positives, how many
+        of each class."""
         groups: dict[str, Facts] = {}
         for name, values_N in self.groups_N.items():
             for value in np.unique(values_N).tolist():
@@ -196,10 +197,10 @@ class TaskResult:
         elif is_few:
             remarks.append(f"{TOO_FEW_NOTE} have no interval, or an exact one{without}.")
         else:
-            remarks += self._scores_without_interval()
+            remarks += self._no_interval_remarks()
         return remarks
 
-    def _scores_without_interval(self) -> list[str]:
+    def _no_interval_remarks(self) -> list[str]:
         """Returns a remark that names the metrics on which all resamples agree; no remark if there
         are none."""
         same = [
@@ -301,8 +302,8 @@ def score_task(
     """Scores a fine-tuned model on the labelled crops of a split. Returns the result."""
     head = head_for_task(model, task)
     model_input, notes = limited_input_and_warnings(model, data, options)
-    if head.sentences:
-        notes.append(f"The model: {'; '.join(head.sentences)}.")
+    if head.score_sentences:
+        notes.append(f"The model: {'; '.join(head.score_sentences)}.")
     labels = read_task(task, data.all)
     require_classes(model, labels)
     labelled = labelled_rows(labels, data, options.role)
@@ -392,17 +393,17 @@ def labelled_rows(labels: TaskLabels, data: Datasets, role: str) -> Array:
 
 
 def head_for_labels(head: HeadInfo, labels: TaskLabels, columns: Sequence[int]) -> HeadInfo:
-    """Returns the head, reduced to the classes of the labels. For the Challenge's classes the
-    thresholds are 0.5, as in the Challenge. Their thresholds that were chosen in validation become
-    `chosen`, and give a score of their own."""
+    """Returns the head, reduced to the classes of the labels. If they are the Challenge's classes,
+    the thresholds become 0.5, as in the Challenge. Other thresholds that the head had, which were
+    chosen in validation, become `chosen`, and give a score of their own."""
     changes: Facts = {"task": labels.task.name, "classes": labels.classes, "chosen": ()}
     for name in ("thresholds", "center", "scale"):
         values = getattr(head, name)
         changes[name] = tuple(values[k] for k in columns if k < len(values))
     if labels.classes == CLASSES and head.thresholds:
-        if set(head.thresholds) != {THRESHOLD}:
+        if set(head.thresholds) != {DEFAULT_THRESHOLD}:
             changes["chosen"] = changes["thresholds"]
-        changes["thresholds"] = (THRESHOLD,) * len(columns)
+        changes["thresholds"] = (DEFAULT_THRESHOLD,) * len(columns)
     return replace(head, **changes)
 
 
@@ -461,8 +462,8 @@ def few_scored_note(data: Datasets, rows: Array, labels: TaskLabels) -> list[str
 
 
 def record_names(data: Datasets, rows: Array) -> list[str]:
-    """Returns the name of the record of each crop, as source/record. If several datasets have the
-    same name, the address of the dataset is appended."""
+    """Returns the name of the record of each crop, as source/record. If a name occurs in several
+    datasets, the address of the crop's dataset is appended."""
     table = data.table(["source", "record"]).take(rows).to_pydict()
     names = [f"{source}/{name}" for source, name in zip(*table.values(), strict=True)]
     shared = set(records_in_several_datasets(data.all))
@@ -493,7 +494,9 @@ def load_task(name: str) -> TaskConfig:
     path = find_config(name, "tasks", Flag("--task"))
     section = read_yaml(path, "tasks").get("task")
     if not isinstance(section, dict):
-        raise ConfigError(f"{path}: has no section `task`: write task: {{name: ..., kind: ...}}")
+        raise ConfigError(
+            f"{path} has no section `task`: add one, `task: {{name: ..., kind: ...}}`"
+        )
     return parse_settings(TaskConfig, section, "task")
 
 
@@ -531,8 +534,8 @@ def find_task(model: TrainedModel, name: str = "auto", labels: str = "") -> Task
 
 
 def require_crops(rows: Array, data: Datasets, criterion: str, source: str) -> None:
-    """Raises ConfigError if there are no crops. `criterion`: what the crops must have. `source`:
-    what the data may lack."""
+    """Raises ConfigError if `rows` is empty. `criterion`: what the crops must have, such as
+    id=probe. `source`: what the data need for that, and may lack."""
     if not len(rows):
         reason = f"it was made with --plan {data.plan}, or has no {source}"
         raise ConfigError(f"{data.name}: no crop has {criterion}: {reason}")
@@ -567,8 +570,9 @@ def limited_input_and_warnings(
 def crops_with_leads_and_note(
     data: Datasets, model_input: Input, *sides: Array
 ) -> tuple[list[Array], list[str]]:
-    """Returns the crops of each of `sides` that have a window in which at least one of the model's
-    leads was recorded, and a note on the crops that are left out, if any."""
+    """Returns the crops of each side that have a window in which at least one of the model's leads
+    was recorded, and a note on the crops that are left out, if any. `sides`: the crops of each side
+    of a comparison, or those of a task. ConfigError if a side has no such crop."""
     blank = ~data.concatenate(model_input.usable_crops)
     if any(blank[rows].all() for rows in sides):
         raise ConfigError(
@@ -584,8 +588,8 @@ def crops_with_leads_and_note(
 
 
 def evaluation_facts(data: Datasets, options: EvalOptions, model_input: Input) -> Facts:
-    """Returns what was scored, for the results: model, data, role, leads and, if it is not a half,
-    the window."""
+    """Returns what was scored, for the results: model, data, role, leads and, if windows are not
+    halves of 5 s, their length."""
     facts: Facts = {} if model_input.window_s == HALF_S else {"window_s": model_input.window_s}
     if len(data.all) > 1:
         facts["datasets"] = {dataset.root.url: dataset.fingerprint for dataset in data.all}
@@ -680,7 +684,7 @@ def _outputs_of_dataset(
     with ParquetParts(file, job, *launched_rank()[:2]) as parts:
         if not parts.finished:
             compute_parts(source, output, model_input, per, parts)
-        _wait_for_ranks()  # after this, the rank that finished last has joined the parts
+        _wait_for_ranks()  # until the rank that finishes last has joined the parts
         if not file.exists():
             why = "cannot be read back"
             if parts.world > 1:

@@ -55,9 +55,9 @@ def training_data_lines(
     anonymous: bool,
     pseudonymize: str | None = None,
 ) -> Iterator[str]:
-    """Yields lines for the terminal. `data`: datasets and files; None for the datasets of the run.
-    `out`: a CSV file to write. `pseudonymize`: a key file, by which patients in files are
-    recognised."""
+    """Yields the lines that `omnilead seen` prints. `data`: datasets and files; None for the datasets
+    of the run. `out`: a CSV file to write. `pseudonymize`: a key file, by which patients in files
+    are recognised."""
     trained = read_trained_on(model)
     yield from _summary_lines(model, trained)
     options = EcgOptions((), anonymous=anonymous, pseudonymize=pseudonymize)
@@ -89,7 +89,8 @@ def training_data_lines(
 
 
 def read_trained_on(model: str) -> TrainedOn:
-    """Reads what a model was trained on, or a run up to its newest checkpoint."""
+    """Reads what a model was trained on, or what a run was trained on up to its newest
+    checkpoint."""
     path = RunFolder(Path(model)).newest_checkpoint(checkpoint_files.warn)
     if path is None:
         with model_folder(model) as (folder, _):

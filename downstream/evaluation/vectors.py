@@ -1,4 +1,4 @@
-"""Computes the embedding vectors of crops by a model or a measurement, and caches them in files.
+"""Computes the vectors of crops, by a model or by measuring the signal, and caches them in files.
 
     vectors = cached_vectors(embedder, data, rows, "12", Path("OUT/parts"))
     vectors.take(rows).c_BSD
@@ -59,7 +59,8 @@ class Vectors(NamedTuple):
     """The vectors of all windows of some crops."""
 
     row_B: Array  # numbers of the crops, ascending
-    # Number of windows of each crop; a window is a half of 5 s, unless the model takes others
+    # Number of windows of each crop. A window is a half of 5 s, unless the model takes windows of
+    # another length
     windows_B: Array
     c_BSD: Array  # the vectors, with zeros for windows that a crop lacks
 
@@ -110,7 +111,7 @@ def _cached_vectors_of(
     return Vectors(*(array[first] for array in vectors)).take(rows)
 
 
-def require_cache(folder: Path) -> None:
+def refuse_foreign_files(folder: Path) -> None:
     """Raises ConfigError if the folder holds anything but files of `cached_vectors`, so that
     nothing else is lost when the folder is removed after use."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []

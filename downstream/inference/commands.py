@@ -192,7 +192,7 @@ def _table_warnings(
     if output.scores:
         if note := setup.model.note_on_rates(source.rates_hz):
             yield note
-        ecg_N, waveform_N = source.waveforms
+        ecg_N, waveform_N = source.waveform_hashes
         fitted_N = were_seen_with_labels(setup.model.seen, waveform_N)
         if fitted_N.any():
             fitted, ecgs = len(np.unique(ecg_N[fitted_N])), len(np.unique(ecg_N))
@@ -214,8 +214,8 @@ def load_model_setup(
     code: bool = False,
     **options: Any,
 ) -> ModelSetup:
-    """Loads the model on its device, and replaces defaults of the options by their values for it.
-    See EcgOptions and `load_model_and_precision` for the arguments."""
+    """Loads the model on its device. Options that were not given get their defaults, some of which
+    depend on the device. EcgOptions and `load_model_and_precision` explain the arguments."""
     several = [data] if isinstance(data, str | os.PathLike) else data
     urls = tuple(os.fspath(url) for url in several)
     chosen = {name: value for name, value in options.items() if value is not None}

@@ -114,7 +114,7 @@ class EcgOptions:
         return self.on_corrupt == "skip" or (self.on_corrupt == "auto" and of_folder)
 
 
-class SourceCrops(NamedTuple):
+class CropFacts(NamedTuple):
     """Facts about the crops of one batch, which stand in CropBatch.crops."""
 
     part: int
@@ -123,7 +123,7 @@ class SourceCrops(NamedTuple):
     missing_BL: Array | None = None  # True for leads that the model uses but does not get
 
 
-class Waveforms(NamedTuple):
+class WaveformHashes(NamedTuple):
     """For each crop, the number of its ECG and the hash of its waveform, as in a dataset."""
 
     ecg_N: Array
@@ -143,7 +143,7 @@ class DatasetSource:
     `count_units`, the number of crops or records in some parts; `read_batches`, which calls
     `progress` with the number of units read; `skipped`, the ECGs that were left out of each part
     that was read; `left_out`, the ECGs that are in no part; `rates_hz`, the recording rates;
-    `heart_rates` of the ECGs that were read; and `waveforms`."""
+    `heart_rates` of the ECGs that were read; and `waveform_hashes`."""
 
     unit = " crops"
     # Always empty, because `dataset_batches` skips single crops itself
@@ -185,9 +185,9 @@ class DatasetSource:
         return set(np.unique(self.dataset.column("fs_source_hz")[self.rows]).tolist())
 
     @property
-    def waveforms(self) -> Waveforms:
+    def waveform_hashes(self) -> WaveformHashes:
         waveform_N = self.dataset.column("waveform")[self.rows]
-        return Waveforms(_record_numbers(self.table)[self.rows], waveform_N)
+        return WaveformHashes(_record_numbers(self.table)[self.rows], waveform_N)
 
     def _sorted_rows_and_records(self, rows: Array) -> tuple[Array, Array]:
         """Returns the rows sorted by record, and the number of the record of each row."""
@@ -216,14 +216,14 @@ class DatasetSource:
             for uv_LT, source, start_s in zip(batch.uv_BLT, sources, starts_s, strict=True):
                 if not start_s:
                     self.heart_rates.add(source, np.asarray(uv_LT))
-            yield batch._replace(crops=SourceCrops(part, table, self.record[at_B]))
+            yield batch._replace(crops=CropFacts(part, table, self.record[at_B]))
             progress(len(at_B))
 
 
 class RecordSource:
-    """Reads records by their number. `read` returns a record as a data_tools.sources.PreparedRecord, or a
-    Skipped that says why it is left out; it is called from several threads. `paths`: the file of
-    each record, or None."""
+    """Reads records by their number. `read` is called from several threads. It returns a record as
+    a data_tools.sources.base.PreparedRecord, or a Skipped that says why it is left out. `paths`: the
+    file of each record, or None."""
 
     unit = " records"
     left_out: Sequence[Skipped] = ()
@@ -240,14 +240,14 @@ class RecordSource:
         self.skipped: dict[int, list[Skipped]] = {}
         self.rates_hz: set[float] = set()  # recording rates of the ECGs read so far
         self.heart_rates = HeartRates()
-        # For each crop, two numbers: of its ECG, and the hash of its waveform
+        # For each crop, two numbers: the number of its ECG, and the hash of its waveform
         self.crops_read = array("Q")
 
     @property
-    def waveforms(self) -> Waveforms:
-        """Returns the waveforms of the crops that were read so far."""
+    def waveform_hashes(self) -> WaveformHashes:
+        """Returns the hashes of the waveforms of the crops that were read so far."""
         crops = np.array(self.crops_read, np.uint64).reshape(-1, 2)
-        return Waveforms(crops[:, 0], crops[:, 1])
+        return WaveformHashes(crops[:, 0], crops[:, 1])
 
     def _record_range(self, part: int) -> range:
         """Returns the numbers of the records in a part."""
@@ -270,8 +270,8 @@ class RecordSource:
     def _read_crops(
         self, part: int, records: Iterator[PreparedRecord | Skipped], progress: Callable[[int], Any]
     ) -> Iterator[RecordCrop]:
-        """Yields the crops of a part, and notes what is skipped, the recording rates, heart rates
-        and waveforms."""
+        """Yields the crops of a part. Notes what is skipped, and the recording rates, heart rates
+        and waveform hashes of the others."""
         self.skipped[part] = []
         for number, record in zip(self._record_range(part), records, strict=False):
             progress(1)
@@ -298,7 +298,7 @@ def _make_batch(part: int, crops: Sequence[RecordCrop], paths: Sequence[str | No
     uv_BLT = np.stack([ecg.crops_uv[crop] for _, ecg, crop in crops])
     halves_B = np.array([ecg.halves[crop] for _, ecg, crop in crops])
     record_B = np.array([number for number, _, _ in crops])
-    return CropBatch(uv_BLT, halves_B, SourceCrops(part, table, record_B))
+    return CropBatch(uv_BLT, halves_B, CropFacts(part, table, record_B))
 
 
 CropSource = DatasetSource | RecordSource
@@ -307,7 +307,8 @@ CropSource = DatasetSource | RecordSource
 class OpenedData(NamedTuple):
     """The ECGs that the options name, ready to be read."""
 
-    identity: dict[str, Any]  # facts, as JSON, that differ if the ECGs are others
+    # Facts, fit for JSON, that tell these ECGs, and how they are read, from others
+    identity: dict[str, Any]
     source: Callable[[], CropSource]
     private: str = ""  # names what in the table can identify patients; "" if nothing does
 
@@ -364,8 +365,8 @@ def find_dataset(options: EcgOptions) -> Dataset | None:
 def skip_or_stop(
     options: EcgOptions, name: str, reason: object, of_folder: bool = False
 ) -> Skipped:
-    """Returns an ECG that cannot be read as Skipped, and prints the first few; DataError if the
-    options say to stop."""
+    """Returns a Skipped for an ECG that cannot be read. Prints a line for each of the first
+    SKIPS_SHOWN. DataError if the options say to stop."""
     if options.pseudonymize and isinstance(reason, ReadError):
         # The name of a record, and details of the error, may identify the patient
         name, reason = "a record", reason.reason
@@ -377,7 +378,8 @@ def skip_or_stop(
             Flag("--on-corrupt"),
             " skip)",
         )
-    # `next` is atomic here, since several threads may skip records at a time
+    # Several threads may skip records at a time, but no two get the same number: `next` is atomic
+    # here
     number = next(options.skip_numbers)
     line = f"skipped: {name}: {reason}"
     if number == SKIPS_SHOWN:
@@ -398,8 +400,8 @@ def dataset_source(
     if dataset.root.remote and options.per == "record":
         raise ConfigError(
             Flag("--per"),
-            f" record of {url}: crops of a remote dataset cannot be read by record, only shard by shard: use "
-            "crop or half",
+            f" record: {url} is remote, so its crops are read shard by shard, not by record: use crop or "
+            "half",
         )
     blank = ~model_input.usable_crops(dataset)[rows]
     if blank.all():
@@ -436,11 +438,11 @@ class RecordToRead(NamedTuple):
     name: str
     stamp: bytes  # a digest that changes with the content of the file
     read: Callable[[], PreparedRecord | ReadError]
-    # The record's name in the table, without folders and odd characters; if it is not unique, the
-    # table has `name` instead
+    # The record's name in the table, without folders and odd characters. If two records have the
+    # same label, the table has `name` instead
     label: str
     private: str = ""  # names what in its row can identify the patient; "" if nothing does
-    of_folder: bool = False  # True if the user named the folder, not the file
+    of_folder: bool = False  # True if the user named the record's folder, not the record
 
 
 def records_to_read(options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
@@ -460,7 +462,8 @@ def records_to_read(options: EcgOptions, model_input: Input) -> Iterator[RecordT
         elif exists:
             raise ConfigError(
                 Flag("--data"),
-                f" {url}: neither a dataset, folder nor .hea, .npy, .npz, .xml, .dcm file",
+                f" {url}: this is neither a dataset nor a folder, nor a file of ECGs: name a .hea, .npy, .npz, "
+                ".xml or .dcm file",
             )
         else:
             raise ConfigError(Flag("--data"), f" {url}: does not exist")
@@ -553,7 +556,7 @@ def _source_record(source: Source, key: str, name: str, stamp: bytes) -> RecordT
 
 
 class EcgArray(NamedTuple):
-    """An array in a file, which may hold several ECGs."""
+    """An ECG as an array in a file, which may hold several."""
 
     suffix: str  # appended to the path of the file to name the ECG, such as [3]
     label: str
@@ -563,12 +566,16 @@ class EcgArray(NamedTuple):
 def array_records(
     path: Path, options: EcgOptions, model_input: Input, of_folder: bool = False
 ) -> Iterator[RecordToRead]:
-    """Yields a record for each ECG in an array file. ConfigError if the file cannot be read, unless
-    it was found in a folder: then one unreadable record."""
+    """Yields a record for each ECG in an array file. If the file cannot be read, raises ConfigError
+    or, if it was found in a folder, yields one unreadable record."""
     if options.fs_hz is None:
-        raise ConfigError(Flag("--data"), f" {path}: give its sampling rate with ", Flag("--fs"))
+        raise ConfigError(
+            Flag("--data"),
+            f" {path}: the file does not state its sampling rate: give it with ",
+            Flag("--fs"),
+        )
     try:
-        ecgs = _find_arrays(path)
+        ecgs = _ecgs_in_file(path)
         stamp = f"{path.stat().st_size},{path.stat().st_mtime_ns}".encode()
         if not ecgs:
             raise ArrayError("the file has no ECG")
@@ -583,7 +590,7 @@ def array_records(
         yield RecordToRead(f"{path}{ecg.suffix}", stamp, read, ecg.label, of_folder=of_folder)
 
 
-def _find_arrays(path: Path) -> list[EcgArray]:
+def _ecgs_in_file(path: Path) -> list[EcgArray]:
     """Returns the ECGs in an .npy or .npz file."""
     if zipfile.is_zipfile(path):
         return [

@@ -55,8 +55,9 @@ EMBEDDING_COLUMN = "embedding"  # name of the column that holds a vector
 # The column of predictions with the leads that the model uses but did not get, such as II,V1; null
 # if it got all
 MISSING_LEADS_COLUMN = "missing_leads"
-JOB_METADATA_KEY = b"omnilead"  # key in the metadata of a parquet file: the job that wrote it
-# Key in the metadata of a part: its records that could not be read
+# A parquet file's metadata say under this key which job wrote the file
+JOB_METADATA_KEY = b"omnilead"
+# The metadata of a part list under this key the records of the part that could not be read
 SKIPPED_METADATA_KEY = b"omnilead.skipped"
 
 
@@ -87,11 +88,12 @@ class Output(NamedTuple):
 
     model: TrainedModel
     forward: Callable[[Tensor], Tensor]
-    # CROP_COLUMNS, perhaps MISSING_LEADS_COLUMN and PATH_COLUMN, and the columns that `columns` makes
+    # The table's columns: CROP_COLUMNS, for predictions MISSING_LEADS_COLUMN and PATH_COLUMN, and
+    # those that `columns` makes
     schema: pa.Schema
     columns: Callable[[Array], list[pa.Array]]
-    what: str  # the words for the outputs in messages
-    job: Facts  # settings of the job, by which it differs from that of plain embeddings
+    what: str  # what the outputs are, for messages, such as "embeddings of 768"
+    job: Facts  # settings of the job that embeddings by the paper's read-out do not have
     sentences: Sequence[str] = ()  # notes for the user on how good the model is
     scores: bool = False  # True if the outputs are scores by the model's head
 
@@ -160,7 +162,9 @@ def prediction_output(model: TrainedModel) -> Output:
     what = f"predictions of {head.task} ({join_first_names(head.classes, 3)})"
     columns = partial(kind.output_columns, classes=head.classes, thresholds=head.thresholds)
     job = {"predictions": meaning}
-    return Output(model, model.scores, schema, columns, what, job, head.sentences, scores=True)
+    return Output(
+        model, model.scores, schema, columns, what, job, head.score_sentences, scores=True
+    )
 
 
 def part_tables(
@@ -175,7 +179,8 @@ def part_tables(
     empty = set(parts)
 
     def prepare_windows(uv_BLT: Tensor, halves_B: Array) -> Tensor:
-        # Windows are normalised over the whole crop, so the others are dropped afterwards
+        # Windows are normalised over the whole crop, so all are made before those after the first
+        # are dropped
         x_RLT = model_input.windows(uv_BLT, halves_B)
         if per != "first":
             return x_RLT
@@ -186,7 +191,7 @@ def part_tables(
     with closing(source.read_batches(parts, progress)) as batches:
         crops: Iterable[CropBatch] = batches
         if MISSING_LEADS_COLUMN in output.schema.names:
-            crops = with_missing_leads(batches, output.model.input, model_input)
+            crops = mark_missing_leads(batches, output.model.input, model_input)
         outputs = predict(crops, prepare_windows, output.forward, output.model.device)
         for part, group in groupby(outputs, key=lambda batch: batch[0].crops.part):
             empty.remove(part)
@@ -196,7 +201,7 @@ def part_tables(
         yield part, output.schema.empty_table()
 
 
-def with_missing_leads(
+def mark_missing_leads(
     batches: Iterable[CropBatch], used: Input, shown: Input
 ) -> Iterator[CropBatch]:
     """Yields the batches with `missing_BL`: True for each lead that the model uses, but that was
@@ -246,7 +251,7 @@ def _window_starts(rows: pa.Table, crop_H: Array, model_input: Input) -> pa.Arra
 
 
 def _joined_flags(flags_B: pa.ChunkedArray, crop_H: Array, first_N: Array) -> pa.Array:
-    """Returns the flags of each row, joined by commas: those of all its crops."""
+    """Returns the flags of all crops of each row, joined by commas."""
     if flags_B.null_count == len(flags_B):
         return pa.nulls(len(first_N), pa.string())
     joined = []
@@ -271,12 +276,15 @@ class ParquetParts:
 
     def __init__(self, out: Path, job: Facts, rank: int = 0, world: int = 1) -> None:
         self.out, self.rank, self.world = out, rank, world
-        self.job = json.loads(json.dumps(job))  # lists replace tuples, as when JSON is read back
+        # What is read back from JSON has lists in place of tuples
+        self.job = json.loads(json.dumps(job))
         self.folder = out.with_name(f"{out.name}.parts")
         self.finished = out.exists()
-        # Number of rows of `out`, known to the rank that has joined its parts
+        # Number of rows of `out`, known to the rank that has joined the parts. If `out` is a parquet
+        # file that was there before, rank 0 knows it
         self.rows: int | None = None
-        self.counts = RowCounts()  # the counts of `out`, known to the same rank
+        # The counts of `out`, known only to the rank that has joined the parts
+        self.counts = RowCounts()
         self._lock: Any = None
         if not self.finished:
             self._lock_folder()
@@ -289,7 +297,8 @@ class ParquetParts:
         """Locks the folder for this rank, and raises ConfigError if it has parts of another job."""
         if self.folder.is_file():
             raise ConfigError(
-                f"{self.out}: {self.folder} is a file: remove it, or choose another file"
+                f"{self.out}: its parts need the folder {self.folder}, which is a file: remove that file, "
+                "or choose another name for the output"
             )
         self.folder.mkdir(exist_ok=True)
         lock = self.folder / f"lock-{self.rank}-of-{self.world}"
@@ -314,9 +323,10 @@ class ParquetParts:
                 self._refuse_other_job(place, f"{name} was {str(was)[:60]}, now {str(now)[:60]}")
 
     def _refuse_other_job(self, place: Path, why: str) -> None:
-        """Raises the ConfigError for a file or folder of another job."""
+        """Raises ConfigError, because another job wrote the file or folder `place`. `why`: how that
+        job differs from this one."""
         raise ConfigError(
-            f"{place}: another job wrote it: {why}: remove it, or choose another file"
+            f"{place}: another job wrote it ({why}): remove it, or choose another file"
         )
 
     def require_columns(self, names: Sequence[str]) -> None:
@@ -352,8 +362,7 @@ class ParquetParts:
         """Returns the numbers of those parts of this rank that are missing or damaged; none if the
         whole file exists."""
         numbers = [number for number in self.own_parts(count) if self._read_part(number) is None]
-        # Whether the whole file exists is checked last, because another rank may remove the parts
-        # once it does
+        # `out` is looked for last, because another rank may remove the parts as soon as it exists
         self.finished = self.out.exists()
         return [] if self.finished else numbers
 

@@ -84,21 +84,22 @@ from ..tasks.readout import (
 )
 from .trees import Trees
 
-# A unit is refused if the median sample is above the first limit, or if the peak of the median lead
-# is above the second or below the third. ECGs peak at 0.1 to 10 mV
+# A unit is refused if the median of the absolute samples is above the first limit, or if the median
+# of the leads' peaks is above the second or below the third. ECGs peak at 0.1 to 10 mV
 LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01
 NOT_MEASURED = -32_768  # the value in int16 of a sample that was not measured
 SEGMENTS_PER_BATCH = 64  # number of segments that are encoded at a time
 NOT_FINITE_MESSAGE = "the model's outputs are not finite: its weights are broken"
-THRESHOLD = 0.5
-CLASSES_IN_REPR = 8  # the repr of a model names at most so many classes
+# A class counts as predicted above this probability, unless the model has a threshold for it
+DEFAULT_THRESHOLD = 0.5
+CLASSES_IN_REPR = 8  # the repr of a model names at most this many classes
 # This sampling rate is enough for what is usually read from an ECG: waves up to 150 Hz
 SUFFICIENT_RATE_HZ = 300
 ModuleClass = type[nn.Module] | None
 Count = Annotated[int, Field(ge=1, le=2**24)]  # bounded, because config.json may come from anyone
 Share = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
-# Names of leads in the order of the rows, as for engine.settings.leads.leads_in_order
+# Leads in the order of the rows, in any form that engine.settings.leads.leads_in_order reads
 Leads = str | Iterable[str]
 
 
@@ -130,14 +131,14 @@ class HeadInfo:
     kind: TaskKind
     # Names of the K classes; in a binary task or a regression, of the label columns
     classes: tuple[Name, ...] = ()
-    # For binary and multilabel tasks, one for each class: the class is predicted if its probability
-    # is above this threshold
+    # In binary and multilabel tasks, a threshold for each class. A class is predicted if its
+    # probability is above its threshold
     thresholds: tuple[Share, ...] = ()
-    # For the Challenge's classes, whose `thresholds` are 0.5: the thresholds chosen on validation
-    # data, one for each class
+    # When the Challenge's classes are scored, `thresholds` are 0.5, and these are the thresholds
+    # that were chosen on validation data, one for each class
     chosen: tuple[Share, ...] = ()
     unit: str = ""  # the unit of the values of a regression, or of the times of a survival task
-    # In a regression, one for each output: value = logit * scale + center
+    # In a regression, the center and the scale of each output: value = logit * scale + center
     center: tuple[float, ...] = ()
     scale: tuple[Annotated[float, Field(ge=0)], ...] = ()
     # The numbers of nodes and of trees; None if the head is not boosted
@@ -160,7 +161,7 @@ class HeadInfo:
             raise ConfigError("two classes have the same name: give each class its own")
 
     @property
-    def sentences(self) -> list[str]:
+    def score_sentences(self) -> list[str]:
         """Returns sentences that say how good the head was in cross-validation; none if it was not
         cross-validated."""
         found = self.cross_validated
@@ -301,8 +302,8 @@ class TrainedModel(nn.Module):
     def missing_leads_doubt(self) -> str:
         """Returns the reason why predictions are doubtful if some of the model's leads are missing;
         "" if the model was trained with random lead masking."""
-        # Models of other programs or of older versions do not say if leads were masked, which makes
-        # this NaN
+        # `masked` is NaN for models of other programs or of older versions, which do not say if leads
+        # were masked
         masked = number_or_nan(self.history.get("rlm"))
         if masked > 0:
             return ""
@@ -326,15 +327,15 @@ class TrainedModel(nn.Module):
         return read_out(readout, self.tokens(x_RLT), x_RLT, self.input.leads)
 
     def forward(self, x_RLT: Tensor) -> Tensor:
-        """Returns the mean over the tokens: see pool_tokens."""
+        """Returns the embeddings c_RD of the segments, as `pool_tokens` does."""
         return self.pool_tokens(x_RLT)
 
     def logits(self, x_RLT: Tensor) -> Tensor:
         """Returns the outputs of the head for these segments; ConfigError if the model has no
         head."""
-        return self.logits_of(self.tokens(x_RLT), x_RLT)
+        return self.logits_of_tokens(self.tokens(x_RLT), x_RLT)
 
-    def logits_of(self, c_RND: Tensor, x_RLT: Tensor) -> Tensor:
+    def logits_of_tokens(self, c_RND: Tensor, x_RLT: Tensor) -> Tensor:
         """Returns the outputs of the head for these tokens of the segments x_RLT; ConfigError if
         the model has no head."""
         if self.head is None:
@@ -388,7 +389,7 @@ class TrainedModel(nn.Module):
         forward, width = partial(self.read, readout=parts), self.readout_width(parts)
         ecgs = self._cut_crops(signal, fs_hz, leads, unit)
         for warning in _amplitude_warnings(ecgs, unit):
-            # The third frame is the caller, since the second is torch's decorator
+            # The warning points at the caller: frame 3, since frame 2 is torch's decorator
             warnings.warn(warning, stacklevel=3)
         c_BD = self._mean_outputs(forward, width, ecgs)
         return c_BD if _is_batch(signal) else c_BD[0]
@@ -404,7 +405,7 @@ class TrainedModel(nn.Module):
         trained with missing leads."""
         ecgs = self._cut_crops(signal, fs_hz, leads, unit)
         for warning in (*_amplitude_warnings(ecgs, unit), *self._missing_lead_warnings(ecgs)):
-            # The third frame is the caller, since the second is torch's decorator
+            # The warning points at the caller: frame 3, since frame 2 is torch's decorator
             warnings.warn(warning, stacklevel=3)
         y_BK = self._mean_outputs(self.scores, len(self.classes), ecgs)
         answers = [dict(zip(self.classes, y_K, strict=True)) for y_K in y_BK.tolist()]
@@ -474,8 +475,8 @@ def load(
     encoder: ModuleClass = None,
     head: ModuleClass = None,
 ) -> TrainedModel:
-    """Loads a model. If the model has an encoder or a head of your own, `code` runs the file with
-    its class in the model folder; `encoder` and `head` give the class instead."""
+    """Loads a model. If its encoder or its head is of a class of your own, `code` allows to run the
+    file in the model folder that defines the class; `encoder` and `head` give the class instead."""
     with model_folder(path) as (folder, digest):
         document, preprocessing = (
             read_document(folder / CONFIG),
@@ -512,8 +513,8 @@ def load(
 
 
 def _build_head(head: HeadInfo | None, width: int) -> nn.Module | None:
-    # The class vectors of identification are not exported, so there is no head
     """Returns the head, still without its weights; None if the model has no head."""
+    # A model of identification has none, because its class vectors are not exported
     if head is None or not head.classes:
         return None
     if head.trees:
@@ -600,17 +601,18 @@ class EcgCrops(NamedTuple):
     start_s: tuple[float, ...]
     halves: tuple[int, ...]
     flags: tuple[tuple[str, ...], ...]  # the flags of each crop, as in a dataset
-    # Why the amplitude is doubtful, by data_tools.ecg.crops.implausible_amplitude_text; "" if it is not
+    # The text of data_tools.ecg.crops.implausible_amplitude_text: the typical amplitude if it is
+    # implausible, else ""
     doubt: str
 
 
 def cut_crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> EcgCrops:
-    """Returns the crops of one ECG [L, T], cut from its start as for a dataset. A remainder of 5 s
-    or more becomes a crop with one half, unless the model's window is longer than 5 s; other
-    remainders are dropped. An ECG shorter than wanted.shortest_ecg_s is refused. If a lead has a
-    sample that was not measured in a crop (NaN, in int16 -32768, in a masked array masked), the whole
-    lead is zero in that crop. Crops in which no lead that the model uses was measured, or in which
-    each lead is flat or missing, are left out."""
+    """Returns the crops of one ECG [L, T], cut from its start like those of a dataset. A remainder of
+    5 s or more becomes a crop with one half, unless the model's window is longer than 5 s; other
+    remainders are dropped. An ECG shorter than wanted.shortest_ecg_s is refused. A sample was not
+    measured if it is NaN, -32768 in int16, or masked in a masked array. A lead with such a sample in
+    a crop is zero in the whole crop. Crops are left out if no lead that the model uses was measured
+    in them, or if each of their leads is flat or missing."""
     indices = leads_in_order(leads)
     wanted.require_leads(indices)
     values, names = _signal_array(signal), tuple(LEADS[lead] for lead in indices)
@@ -618,7 +620,8 @@ def cut_crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input)
         raise SignalError(
             f"the signal has {len(values):,} rows and {len(names)} columns: transpose it to [leads, samples]"
         )
-    invalid = NOT_MEASURED if values.dtype == np.int16 else None  # loadmat returns such arrays
+    # int16 arrays, such as those that loadmat returns, have no NaN
+    invalid = NOT_MEASURED if values.dtype == np.int16 else None
     try:
         record = EcgRecord("", values, float(fs_hz), names, unit_name(str(unit)), invalid=invalid)
         count = _count_crops_with_windows(record, wanted)
@@ -702,10 +705,10 @@ def _require_plausible(mv_LT: np.ndarray, unit: str) -> None:
     seen = f"unit={unit!r}: a typical lead peaks at {peak:.3g} mV"
     if middle > LARGE_MV or peak > HUGE_MV:
         raise SignalError(
-            f"{seen} (median {middle:.3g} mV), which is too large for an ECG: check the unit, "
+            f"{seen} (median {middle:.3g} mV), which is too large for an ECG: give the true unit, "
             "which is probably smaller"
         )
     if 0 < peak < TINY_MV:
         raise SignalError(
-            f"{seen}, which is too small for an ECG: check the unit, which is probably larger"
+            f"{seen}, which is too small for an ECG: give the true unit, which is probably larger"
         )

@@ -20,7 +20,7 @@ ROWS_PER_BATCH = 64  # number of rows that are scored at a time
 
 
 class Trees(nn.Module):
-    """Trees whose leaves add to the logits of one output each."""
+    """Trees, each of which adds the value of a leaf to the logits of one output."""
 
     feature: Tensor
     child: Tensor

@@ -62,7 +62,7 @@ from omnilead.engine.settings.errors import ConfigError, blaming
 from omnilead.engine.settings.files import portable_spec, read_plugin_files
 from omnilead.engine.settings.leads import ALL_LEADS, describe_leads, leads_in_order
 
-from ..inference.trained_model import THRESHOLD, load
+from ..inference.trained_model import DEFAULT_THRESHOLD, load
 from .fairseq import (
     MAX_TEXT,
     Settings,
@@ -289,7 +289,7 @@ def _head_section(cfg: Settings, names: list[str]) -> Settings:
         head["kind"] = "multiclass"
     else:
         if not isinstance(threshold, float) or not 0 < threshold < 1:
-            threshold = THRESHOLD
+            threshold = DEFAULT_THRESHOLD
         head["kind"] = "binary" if len(names) == 1 else "multilabel"
         head["thresholds"] = [threshold] * len(names)
     if set(names) == set(CLASSES):

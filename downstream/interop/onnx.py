@@ -59,7 +59,7 @@ class ExportedModel(nn.Module):
         embedding = pool(c_RND)
         if self.model.head is None or self.model.head_info is None:
             return (embedding,)
-        logits = self.model.logits_of(c_RND, x)
+        logits = self.model.logits_of_tokens(c_RND, x)
         return embedding, logits, self.model.head_info.scores(logits)
 
 

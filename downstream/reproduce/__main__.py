@@ -72,7 +72,7 @@ def reproduce(
     if collect_only:
         settings, dataset = start.read_scale_and_data(folder)
     else:
-        settings, dataset = ReproductionScale.read(scale), start.open_dataset(data)
+        settings, dataset = ReproductionScale.read(scale), start.read_dataset_info(data)
     plan = make_plan(chosen, settings, dataset, folder, seeds, rows, leads, tasks)
     if dry_run:
         return show_plan(folder, plan.jobs.values(), jobs)

@@ -2,7 +2,7 @@
 machine or on a Dask cluster. Jobs that are done are not run again.
 
     folder = WorkDir(Path("DIR"))
-    folder.start(plan)                                     # ConfigError if DIR has results of other commands
+    folder.note_commands(plan)                             # ConfigError if DIR has results of other commands
     with open_executor_and_slots(4) as (executor, slots):
         code = run_jobs(folder, plan, executor, slots)
 
@@ -53,7 +53,7 @@ CHILD_CODE = (
 STOPPED = "stopped"
 COMMANDS_FILE = "commands.json"
 MAX_PATHS_LISTED = 3  # at most this many paths are listed in a message
-# Its `environment`: the variables for jobs that this thread starts
+# THREAD_LOCAL.environment holds the environment variables for the jobs that a thread starts
 THREAD_LOCAL = threading.local()
 
 
@@ -106,8 +106,8 @@ class WorkDir:
         return self.path / "jobs" / f"{job.name.replace('/', '_')}.{suffix}"
 
     def read_outcome(self, job: Job, key: str) -> Any:
-        """Returns a note on the last end of the job: with key "seconds" how long the job took, with
-        "error" why it failed; None if there is no such note."""
+        """Returns what was noted when the job last ended: with key "seconds", how long it took; with
+        key "error", why it failed. None if this was not noted."""
         return read_json(self.job_file(job, "json")).get(key)
 
     def is_done(self, job: Job) -> bool:
@@ -122,10 +122,10 @@ class WorkDir:
     def unfinished_jobs(self, jobs: Iterable[Job]) -> list[Job]:
         return [job for job in jobs if not self.is_done(job)]
 
-    def start(self, jobs: Collection[Job], places: Mapping[str, str] | None = None) -> None:
-        """Creates the folder and notes the commands of the jobs. ConfigError if the folder has
-        results of other commands, or results of jobs that need such results. `places`: words that
-        replace paths in the notes, because these paths may change."""
+    def note_commands(self, jobs: Collection[Job], places: Mapping[str, str] | None = None) -> None:
+        """Creates the folder and notes the commands of the jobs in it. ConfigError if the folder has
+        results of other commands, or results of jobs that need such results. `places`: {path: word
+        that replaces it in the notes}, for paths that may change."""
         (self.path / "jobs").mkdir(parents=True, exist_ok=True)
         path = self.path / COMMANDS_FILE
         before, commands_now, changed = read_json(path), dict[str, str](), set[str]()
@@ -222,14 +222,14 @@ def local_executor(jobs: int) -> ThreadPoolExecutor:
     threads = max(1, len(os.sched_getaffinity(0)) // jobs)
     numbers = itertools.count()
 
-    def start_thread() -> None:
+    def set_thread_environment() -> None:
         THREAD_LOCAL.environment = {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))
         }
         if gpus:
             THREAD_LOCAL.environment["CUDA_VISIBLE_DEVICES"] = gpus[next(numbers) % len(gpus)]
 
-    return ThreadPoolExecutor(jobs, initializer=start_thread)
+    return ThreadPoolExecutor(jobs, initializer=set_thread_environment)
 
 
 def run_jobs(
@@ -308,8 +308,8 @@ def _stop_file_and_signals(folder: WorkDir) -> Iterator[tuple[Path, list[int]]]:
 
 
 def run_job(folder: WorkDir, job: Job, words: Sequence[str], stop: Path) -> str:
-    """Runs `python WORDS` in a process of its own, on the worker. Returns "" if the job is done,
-    else the reason. `stop`: the file whose existence stops the job."""
+    """Runs `python WORDS` in a process of its own, and waits for its end. Returns "" if the job is
+    done, else the reason why it is not. `stop`: the file whose existence stops the job."""
     with open(folder.job_file(job, "lock"), "w") as lock:
         while locked_by_another(lock, str(folder.path)) and not stop.exists():
             time.sleep(POLL_S)
@@ -330,7 +330,7 @@ def run_job(folder: WorkDir, job: Job, words: Sequence[str], stop: Path) -> str:
             )  # fmt: skip
         while child.poll() is None and not stop.exists():
             time.sleep(POLL_S)
-        # A process that still runs writes a checkpoint and exits
+        # A process that still runs gets SIGTERM: it writes a checkpoint and exits
         child.terminate()
         code = child.wait()
     if folder.is_done(job):

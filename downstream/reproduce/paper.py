@@ -59,7 +59,9 @@ class PaperTable:
 
     number: int
     title: str
-    padded: bool  # whether models are pre-trained on 12 leads, and missing leads are zeros
+    # True: all columns have the 12-lead model, and missing leads are zeros. False: each number of
+    # leads has a model of its own
+    padded: bool
     # Which cells are bold: the best of a column ("best"), or those better than the row `against`
     # ("gain")
     bold: str
@@ -101,9 +103,11 @@ class ReproductionScale:
         tree = read_yaml(path)
         for stage, section in tree.items():
             if stage not in (*STAGES, "minutes"):
-                raise ConfigError(f"{path}: {stage}: no such stage: use {', '.join(STAGES)}")
+                raise ConfigError(f"{path}: no stage is called {stage}: use {', '.join(STAGES)}")
             if section is not None and not isinstance(section, dict):
-                raise ConfigError(f"{path}: {stage}: {section!r}: write a table of keys and values")
+                raise ConfigError(
+                    f"{path}: {stage} is {section!r}: write a table of keys and values"
+                )
         settings = {}
         for stage in STAGES:
             section = tree.get(stage) or {}
@@ -126,7 +130,9 @@ class ReproductionScale:
         usual = read_paper_config()["minutes"]
         minutes = usual | (tree.get("minutes") or {})
         if minutes.keys() != usual.keys() or set(map(type, minutes.values())) - {int, float}:
-            raise ConfigError(f"{path}: minutes: {minutes}: write a number for {', '.join(usual)}")
+            raise ConfigError(
+                f"{path}: minutes is {minutes}: write a number for {', '.join(usual)}"
+            )
         return cls(
             path.stem if path.parent == PAPER_CONFIGS / "scales" else str(path), settings, minutes
         )
@@ -144,7 +150,7 @@ class DatasetInfo:
 
     path: str
     fingerprint: str
-    split: str  # how the roles were assigned: `shard --plan`, such as paper or paper-split
+    split: str  # the value of `shard --plan` that assigned the roles, such as paper or paper-split
     roles: Mapping[str, Any]  # the number of crops of each role, as in dataset.json
 
     def count_crops(self, group: str, role: str = "") -> int:
@@ -165,12 +171,13 @@ class PaperPlan:
     jobs: dict[str, Job] = field(default_factory=dict)
     # By table, row, task and number of leads: the names of the evaluations, one for each seed
     cells: dict[tuple[int, str, str, int], list[str]] = field(default_factory=dict)
-    # By path of a YAML file: its settings, an architecture that starts from random weights
+    # By path of a YAML file below DIR: the settings that are written to it. Fine-tuning starts from
+    # random weights of their architecture
     starts: dict[str, Settings] = field(default_factory=dict)
 
     def add_cell(self, table: PaperTable, row: PaperRow, task: str, leads: int, seed: int) -> str:
-        """Adds the jobs of one seed of a cell: the paper's steps. Returns the name of the
-        evaluation, which is the last of them."""
+        """Adds the paper's steps for one seed of a cell as jobs. Returns the name of the evaluation,
+        which is the last of them."""
         channels, stage = 12 if table.padded else leads, CONFIG_OF_TASK[task]
         pretraining = dict(self.scale.settings["pretrain"])
         if channels < 12:
@@ -235,7 +242,7 @@ def make_plan(
 
 
 def settings_checksum(folder: str, name: str, start: Settings | None = None) -> str:
-    """Returns a checksum of the settings that the command of a training does not show: the config's
-    file, and the settings of random weights to start from."""
+    """Returns a checksum of the settings of a training that its command does not show: those in the
+    config's file, and `start`, those of the random weights that fine-tuning starts from."""
     text = json.dumps([read_yaml(CONFIGS / folder / f"{name}.yaml"), start])
     return f" {zlib.crc32(text.encode()):08x}"

@@ -29,7 +29,7 @@ REMEDY_OF_ROLE = {  # By role: what the user can do if --plan paper gave the rol
 }
 
 
-def open_dataset(url: str) -> DatasetInfo:
+def read_dataset_info(url: str) -> DatasetInfo:
     """Returns facts about the dataset; ConfigError if it lacks crops of a role that the paper's
     plan needs."""
     if not url:
@@ -65,7 +65,7 @@ def begin_folder(plan: PaperPlan) -> None:
                 f"{str(before[key])[:40]} and is {str(facts_now.get(key))[:40]}): use another --out"
             )
     accept_earlier_commands(plan)
-    folder.start(plan.jobs.values(), {plan.data.path: plan.data.fingerprint})
+    folder.note_commands(plan.jobs.values(), {plan.data.path: plan.data.fingerprint})
     for name in ("settings", "starts"):
         (folder.path / name).mkdir(exist_ok=True)
     write_json(path, facts_now)
@@ -75,8 +75,8 @@ def begin_folder(plan: PaperPlan) -> None:
 
 def accept_earlier_commands(plan: PaperPlan) -> None:
     """Removes the noted commands of earlier versions of this program, which named data and runs by
-    --set alone, so that they are not refused as changed. Their results count as done if they
-    depended on the same settings."""
+    --set alone, so that their results are not refused as those of other commands. Commands that
+    depended on other settings stay."""
     path = plan.folder.path / COMMANDS_FILE
     commands = read_json(path)
     for job in plan.jobs.values():

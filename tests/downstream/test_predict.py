@@ -143,9 +143,9 @@ def test_csv_equals_parquet_also_from_two_ranks(
         predicted("rhythm", "--batch", "2", name="shared.csv")
         assert capsys.readouterr().out == said
     other = [*words(out.parent / "rhythm", dataset.root.url, shared), "--batch", "3"]
-    assert f"{shared}: another job wrote it: batch was 2, now 3" in refused(other, capsys)
+    assert f"{shared}: another job wrote it (batch was 2, now 3)" in refused(other, capsys)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert f"{shared}: another job wrote it: batch was 2, now 3" in refused(other, capsys)
+    assert f"{shared}: another job wrote it (batch was 2, now 3)" in refused(other, capsys)
 
 
 @pytest.mark.parametrize("order", [["0"], ["0", "1"]])

@@ -100,7 +100,7 @@ def test_another_rate_or_unit_is_refused(key, value, copy, pretrained, refused):
 @pytest.mark.parametrize("text", ["", "kind: regression", "tasks: {kind: regression}", "task: age"])
 def test_a_task_file_without_a_task_is_not_diagnosis(text, diagnostic, tmp_path, refused):
     (tmp_path / "my.yaml").write_text(text)
-    says = "my.yaml: has no section `task`: write task: {name: ..., kind: ...}"
+    says = "my.yaml has no section `task`: add one, `task: {name: ..., kind: ...}`"
     refused(says, diagnostic, "--task", tmp_path / "my.yaml")
 
 
@@ -202,7 +202,7 @@ def test_outputs_kept_from_an_interrupted_evaluation(
             code=130,
         )
     refused(
-        "f.json.halves.parquet: another job wrote it: .*choose another",
+        "f.json.halves.parquet: another job wrote it .*choose another",
         diagnostic,
         *arguments,
         "--leads",
@@ -222,7 +222,7 @@ def test_outputs_kept_from_an_interrupted_evaluation(
 def test_ranks_need_a_file_and_each_other(diagnostic, tmp_path, refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused(
-        "WORLD_SIZE=2: several ranks keep their outputs in a file next to the results: give --json F or --report F",
+        "WORLD_SIZE=2: several ranks keep .* next to the results, but no file of results is named: give --json F or --report F",
         diagnostic,
     )
     refused(

@@ -611,7 +611,7 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ("sex --labels nowhere", "--labels nowhere: no such folder"),
         (
             "sex --labels same.csv few.csv",
-            "--labels same.csv few.csv: with --tasks this can be only one table",
+            "--labels same.csv few.csv: several values must all be tables, and cannot stand beside --tasks",
         ),
         ("--labels same.csv few.csv", "--tasks same.csv: same.csv: all labels of the split"),
         ("same.csv --columns well", "same.csv: no column 'well'"),

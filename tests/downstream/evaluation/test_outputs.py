@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from omnilead.data_tools.dataset import Dataset, DatasetError
-from omnilead.downstream.inference.ecg_reader import CROP_COLUMNS, Skipped, SourceCrops
+from omnilead.downstream.inference.ecg_reader import CROP_COLUMNS, CropFacts, Skipped
 from omnilead.downstream.inference.outputs import (
     ParquetParts,
     compute_parts,
@@ -128,7 +128,7 @@ class Source:
             yield CropBatch(
                 np.full((1, 12, 5000), n, np.int16),
                 np.ones(1, int),
-                SourceCrops(n // 2, self.table, np.array([n])),
+                CropFacts(n // 2, self.table, np.array([n])),
             )
 
 
@@ -238,9 +238,7 @@ def test_parts_that_an_earlier_version_began_without_a_column_are_refused(tmp_pa
         parts.write_part(0, part(0))
         parts.require_columns(["x"])
         (parts.folder / "000001.parquet").write_text("damaged")
-        says = (
-            r"out\.parts: another job wrote it: its parts are without a column path: remove it, or"
-        )
+        says = r"out\.parts: another job wrote it \(its parts are without a column path\): remove it, or"
         with pytest.raises(ConfigError, match=says):
             compute_parts(
                 SimpleNamespace(),

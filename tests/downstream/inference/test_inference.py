@@ -332,8 +332,8 @@ def test_models_of_fewer_leads(saved_model):
 @pytest.mark.parametrize(
     "change, says",
     [
-        ({"signal": ecg() * 1e3}, "check the unit, which is probably smaller"),
-        ({"unit": "uV"}, "check the unit, which is probably larger"),
+        ({"signal": ecg() * 1e3}, "give the true unit, which is probably smaller"),
+        ({"unit": "uV"}, "give the true unit, which is probably larger"),
         ({"unit": "mmHg"}, "unknown unit: .mmHg.: give .* V, mV or uV"),
         ({"fs_hz": float("nan")}, "fs_hz=nan"),
         ({"fs_hz": "fast"}, "fs_hz='fast'"),

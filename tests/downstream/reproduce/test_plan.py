@@ -154,7 +154,7 @@ def test_a_scale_leaves_methods_alone_and_fits_every_method(name):
 def test_jobs_that_are_done_tell_how_long_others_of_their_kind_take(tmp_path):
     folder = WorkDir(tmp_path)
     plan = [Job(name, ("python",), (), f"{name}/f", 2.0) for name in ("a/1", "a/2", "b/1")]
-    folder.start(plan)
+    folder.note_commands(plan)
     assert jobs.expected_seconds(folder, plan) == {"a/1": 120, "a/2": 120, "b/1": 120}
     (tmp_path / "a/1/f").mkdir(parents=True)
     write_json(folder.job_file(plan[0], "json"), {"seconds": 30.0})

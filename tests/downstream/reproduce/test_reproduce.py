@@ -235,7 +235,9 @@ def test_dry_run_and_collect_only(lab, capsys):
 
 
 def test_ctrl_c_before_a_job_runs_is_one_line(lab, monkeypatch, capsys):
-    monkeypatch.setattr(start, "open_dataset", lambda url: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        start, "read_dataset_info", lambda url: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     assert lab.main() == 130
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -269,9 +271,9 @@ SCALES = {
         ("--scale {tmp}/typo.yaml", "model.widht"),
         ("--scale {tmp}/typo2.yaml --tasks Id", "train.stps"),
         ("--scale {tmp}/both.yaml", "train.steps=6, train.epochs=2.0"),
-        ("--scale {tmp}/three.yaml", "three.yaml: pretrain: 3"),
+        ("--scale {tmp}/three.yaml", "three.yaml: pretrain is 3"),
         ("--scale {tmp}/long.yaml", "write a number for pretrain, finetune, evaluate"),
-        ("--scale {tmp}/list.yaml", "list.yaml: pretrain: []: write a table"),
+        ("--scale {tmp}/list.yaml", "list.yaml: pretrain is []: write a table"),
         ("--scale {tmp}/empty.yaml", "empty.yaml: settings must be a mapping"),
         ("--collect-only", "settings/data.json"),
         ("--out {used} --collect-only", "settings/data.json"),

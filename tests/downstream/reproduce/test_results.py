@@ -22,7 +22,7 @@ GOLDEN = """
 
 def started(out, number, **choice):
     made = plan(number, out=str(out), **choice)
-    made.folder.start(made.jobs.values())
+    made.folder.note_commands(made.jobs.values())
     return made.folder, made
 
 
