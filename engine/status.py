@@ -99,7 +99,7 @@ def file_age(file: Path) -> timedelta:
 
 def download(url: str, run: Path) -> None:
     """Downloads the small files of a run in a bucket. Each file gets the time of its upload, because
-    the screen shows how old it is."""
+    the screen shows how old some of them are."""
     place = RemoteFolder(url)
     names = set(place.names())
     for name in names & {METRICS, VALIDATION, PROMETHEUS, RUN_FACTS, LATEST}:

@@ -41,7 +41,7 @@ from .torch_ops import TorchOps
 
 # `examine` runs a user's augmentation on a batch, and then twice more: with other crops in place of
 # those that are False here, and with other crops in place of those that are True. The output for the
-# crops that stayed must be the same. An augmentation that mixes crops mixes a True one with a False one
+# crops that stayed must be the same. Rolling or reversing the batch would mix a True one with a False one
 UNCHANGED_B = (False, True, True, False, True, False, False, True)
 # outputs that differ by less count as equal, because a GPU may add in another order
 TOLERANCE_MV = 1e-6

@@ -69,7 +69,8 @@ class Executor(ABC):
         return 1
 
     def buffers(self, ahead: int) -> Sequence[Any]:
-        """Returns the buffers to read into: enough for `ahead` batches, and `batches_in_use` more."""
+        """Returns the buffers to read into: enough for `ahead` batches, and `batches_in_use` more
+        buffers."""
         return self.reader.buffers(ahead + self.batches_in_use, self.crops)
 
     def read(self, plan: Plan, buffer: Any) -> ReadCrops:

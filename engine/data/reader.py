@@ -108,7 +108,7 @@ class CropSink(Protocol):
 
     def write(self, crops_BLT: torch.Tensor, positions: list[int], rows: list[int]) -> None:
         """Takes the first len(positions) crops of a buffer, which were all read without error.
-        `positions` and `rows`: their positions in the batch, and their rows in the dataset. The
+        `positions` and `rows`: their positions in the batch, and their rows in their datasets. The
         replacement of a bad crop comes in a call of its own, with another row than the requested
         one."""
 

@@ -283,8 +283,9 @@ class Staging:
 
     def _make_room(self, key: Key | None, need: int, needed: bool) -> bool:
         """Makes room for `need` bytes, and returns True if there is enough. Evicts unlocked
-        files, the least recently used first. `needed`: if that is not enough, also evicts
-        shards that the order needs now or next, beginning with the one that it needs last."""
+        files, the least recently used first. `needed`: the shard is needed at once; if
+        that is not enough, also evicts shards that the order needs now or next, beginning with the
+        one that it needs last."""
         files = []
         for entry in os.scandir(self.cache):
             if CACHED_NAME.fullmatch(entry.name):

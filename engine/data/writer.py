@@ -66,10 +66,12 @@ class CropWriter:
 
 
 class SingleCropWriter(CropWriter):
-    """Augments each crop in three passes without scratch memory. `crop_writer` chooses it for
-    halves of all 12 leads if all stages support it (Stage.fits_single_crop_writer). Everything
-    that does not depend on the signals is computed once for the whole batch, because numpy and
-    torch calls for one crop cost more than their arithmetic."""
+    """Augments each crop in three passes without scratch memory; for noise from the bank of white
+    noise, also copies a slice of the bank for each lead, and adds these in one more pass.
+    `crop_writer` chooses it for halves of all 12 leads if all stages support it
+    (Stage.fits_single_crop_writer). All else that does not depend on the signals is computed once
+    for the whole batch, because numpy and torch calls for one crop cost more than their
+    arithmetic."""
 
     crops_per_write = 1
 

@@ -84,8 +84,10 @@ class Bucket:
     def upload(self, keep: int, last: bool = False) -> None:
         """Uploads, on rank 0, the files of the newest and the best checkpoint that the bucket lacks,
         and all other files of the run. If that fails, a warning says so once and training
-        continues. The next call then first asks the bucket, once, whether it can be reached. With
-        `last`, at the end of training, an error is raised instead of the warning."""
+        continues. Each later call tries again if the bucket answers a first request, which is sent
+        without retries. With `last`, at the end of training, it always tries, and an error is raised
+        instead of the warning. A CheckpointError is raised in any case if the bucket shows that the
+        run was started elsewhere."""
         if launched_rank().rank:
             return
         try:

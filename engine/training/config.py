@@ -117,9 +117,9 @@ class TrainConfig(Section):
     # Crops per rank and forward pass; None: all crops of the rank. A smaller number means gradient
     # accumulation: CMSC, SimCLR and 3KG then contrast a crop only with the crops of the same
     # micro-batch. These are micro_batch x ranks crops, or micro_batch crops if candidates come from
-    # the own rank only. The losses of code diversity and of survival also see one micro-batch at a
-    # time. Losses of labels are averaged over the known labels of each micro-batch, then over the
-    # micro-batches.
+    # one rank only: with objective.gathered=false, or with CMSC and objective.form=authors. The losses
+    # of code diversity and of survival also see one micro-batch at a time. Losses of labels are
+    # averaged over the known labels of each micro-batch, then over the micro-batches.
     micro_batch: MayChange[int | None] = Field(default=None, ge=1)
     # auto: bf16 if the hardware supports it, else fp32
     precision: Literal["auto", "bf16", "fp32"] = "bf16"
@@ -479,7 +479,7 @@ def deepspeed_json(config: RunConfig, world: int, universal: bool = False) -> di
         # DeepSpeed need not compute the norm: GuardedAdamW does, without waiting for the device
         zero["compute_grad_norm"] = False
     elif zero["stage"] == 3:
-        # more weights than a model has, so that they are not split over several optimizer calls
+        # more weights than a group has, so that no group is split over several optimizer calls
         zero["sub_group_size"] = 10**12
     micro, accumulation = micro_batch_and_passes(config, world)
     return settings | {

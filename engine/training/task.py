@@ -52,7 +52,8 @@ class TrainingTask(ABC):
     selection: Selection  # the crops to train on
     flops_per_crop: float
     input: Input  # the signals that the model takes
-    # number of windows of each crop; 0: the two stored halves are its windows (LoaderConfig.windows)
+    # number of windows that the model's input cuts from each crop; 0: the model takes the halves or
+    # views of 5 s that the loader makes (LoaderConfig.windows)
     windows: int
     remarks: Sequence[str]  # lines that are printed at the start of training
     code: Mapping[str, bytes]  # name -> content of plugged-in code, for RUN/code and RUN/model

@@ -348,7 +348,7 @@ def refuse_changes(path: Path, state: dict[str, Any], task: TrainingTask) -> Non
         run = path.parent.parent
         mend: list[object] = ["change it back, or use ", Flag("--out"), " NEW"]
         is_longer = any(change.startswith(("train.steps ", "train.epochs ")) for change in changes)
-        # not offered for a fine-tuning, which would begin with a new head
+        # not offered for a fine-tuning, which with --start would begin with a new head
         if is_longer and isinstance(config, Config):
             mend += [
                 "; to train its model longer: ",

@@ -72,7 +72,8 @@ class Leads(Stage):
 class RandomLeadSettings(LeadSettings):
     # random lead masking: probability of zeroing each lead of each half; 0 = off
     rlm: Annotated[float, Field(ge=0, le=1)] = 0.5
-    # true: at least one lead of each half stays unmasked; Oh et al. 2022 may mask all leads
+    # true: at least one lead of each half stays unmasked; the masking of Oh et al. 2022 may mask all
+    # leads
     rlm_keep_one: bool = False
 
 
