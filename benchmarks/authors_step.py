@@ -57,8 +57,8 @@ def convert_draws(arrays: Mapping[str, np.ndarray], config: ModelConfig) -> Draw
 
 
 class AuthorsStep(nn.Module):
-    """The authors' training step. It returns (the loss of a batch, summed over masked tokens; the number of
-    these tokens)."""
+    """A re-creation of the authors' training step. It returns (the loss of a batch, summed over masked tokens;
+    the number of these tokens)."""
 
     def __init__(self, model: Pretrainer) -> None:
         super().__init__()
@@ -139,8 +139,8 @@ class AuthorsStep(nn.Module):
         self, x: Tensor, tau: float, noise: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return (the quantised features, the perplexity of the code probabilities). As in
-        fairseq-signals, one-hot vectors are multiplied by the codebook, which makes [R * M, G * V, width / G]
-        numbers, and these are summed over V."""
+        fairseq-signals, one-hot vectors are multiplied by the codebook, which makes [R * M, G * V,
+        code_width / G] numbers, and these are summed over V."""
         rows, masked, width = x.shape
         tokens, groups, codes = rows * masked, self.config.codebooks, self.config.codes
         x = self.local.quantizer.logits(x.reshape(-1, width)).view(tokens * groups, codes)

@@ -1,5 +1,5 @@
-"""Draw results/speed.svg, the chart in README.md, and make the tables of ratios in RESULTS.md. Both show how
-much omnilead and other programs do in a CPU-second. The numbers are from the newest complete record of
+"""Draw results/speed.svg, the chart in README.md, and make the tables of ratios in RESULTS.md. Both compare
+how much omnilead and other programs do in a CPU-second. The numbers are from the newest complete record of
 each machine.
 
 The SVG is written as text, is readable in light and in dark mode, and is the same for the same records.

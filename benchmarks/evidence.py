@@ -1,5 +1,6 @@
 """Run the steps of a plan that produces evidence for pre-training, and write a record of their scores. If
-this program was killed, start it again: it then runs the steps that are not done.
+this program was killed, start it again: it then runs the steps that are not done, and a training resumes
+from its last checkpoint.
 
     python -m benchmarks.evidence cpu --out DIR --jobs 2        configs/evidence/cpu.yaml; also smoke, gpu, or a file of yours
     python -m benchmarks.evidence cpu --out DIR --dry-run       every command, and how long what is left takes
@@ -133,8 +134,8 @@ def named_folders_by_group(names: Sequence[str], out: str) -> dict[str, str]:
 
 
 def drop_real_steps_without_ecgs(jobs: list[Job], folder: WorkDir) -> list[Job]:
-    """Return the jobs. If a folder of real ECGs that the step real-data reads does not exist, leave out the
-    steps real-* and say so."""
+    """Return the jobs. If the step real-data is not done, and a folder of real ECGs that it reads does not
+    exist, leave out the steps real-* and say so."""
     for job in jobs:
         if job.name == "real-data" and not folder.is_done(job):
             for word in job.command:

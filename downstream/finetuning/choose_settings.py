@@ -27,7 +27,8 @@ from ..tasks.config import FinetuneConfig
 MAX_BATCH, MAX_EPOCHS, MAX_STEPS, MAX_VALIDATE_EVERY = 64, 40, 20_000, 500
 PATIENCE = 10  # training stops after this many validations without improvement
 LR_FROM_PROBE = 1e-4  # learning rate if the head begins as a probe (task.head=start)
-# The learning rate of a new head is LR; for the paper's encoder, LR_WIDTH / width if that is lower
+# The highest learning rate with a new head is LR; with the authors' encoder (model.encoder: ""), it is
+# LR_WIDTH / width if that is lower
 LR, LR_WIDTH = 1e-3, 0.064
 
 
@@ -116,8 +117,8 @@ def saved_choices(wanted: FinetuneConfig, chosen: Mapping[str, Any]) -> Facts:
 
 
 def add_task_settings(tree: Facts) -> Facts:
-    """Adds the settings of the task that task.name names. For a label table (task.labels), adds only
-    a name of the task, which is made from that of the table."""
+    """Returns `tree` with the settings of the task that task.name names. For a label table
+    (task.labels), adds only a name of the task, which is made from that of the table."""
     task = tree.get("task", {})
     if name := task.pop("name", None):
         return merge(read_yaml(find_config(name, "tasks", Flag("--task")), "tasks"), tree)

@@ -151,7 +151,7 @@ class FinetuneTask(TrainingTask):
     targets: Targets
     readout: Readout
     held_out: HeldOutCrops
-    encoder: nn.Module | None  # an encoder that is not the paper's; None: the paper's encoder
+    encoder: nn.Module | None  # None: the authors' encoder (architecture.encoder is "")
     # thresholds of the classes, from the last validation
     thresholds: list[float] = field(default_factory=list)
 
@@ -474,7 +474,7 @@ class FinetuneTask(TrainingTask):
 def own_encoder_and_flops(
     config: FinetuneConfig, architecture: ModelConfig, start: StartModel, model_input: Input
 ) -> tuple[nn.Module | None, float]:
-    """Returns the encoder, if it is not the paper's (else None), and the FLOPs of a crop."""
+    """Returns the encoder (None for the authors' encoder), and the FLOPs of a crop."""
     encoder, _ = encoders.encoder_and_token_count(
         architecture, False, dtype_of(config), config.train.seed, start.kind, model_input.samples
     )

@@ -64,8 +64,8 @@ def split_crops(
         split_N, folds = _splits_and_folds(task, sheet, columns[0], labelled_N, people)
     else:
         folds = {}
-        # Patients with the lowest hashes are in test, because data.hold_out keeps these out of
-        # pre-training, too
+        # Patients with the lowest hashes are in test, because data.hold_out keeps those with the
+        # lowest hashes out of pre-training, too
         split_N = TEST - np.digitize(uniform_hashes(people.names), (0.1, 0.2))[people.owner_N]
     without_copies_N = _without_copies(split_N, datasets, labelled_N)
     remarks = []

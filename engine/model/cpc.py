@@ -168,8 +168,8 @@ def sampled_loss(predicted_RnF: Tensor, z_RNF: Tensor, drawn_RnK: Tensor, ahead:
             s_RnN = predicted_RnF.float() @ z_RNF.float().transpose(1, 2)
     times_RnN = count_draws(drawn_RnK, z_RNF.shape[1])
     times_RnN.diagonal(ahead, 1, 2).fill_(1.0)
-    # This is a logsumexp weighted by the counts. Adding log(count) to the scores instead would be slow on a
-    # CPU where a count is 0. A token that is no candidate may score higher than all candidates, so the clamp
+    # This is a logsumexp weighted by the counts. On a CPU, adding log(count) to the scores instead would be
+    # slow where a count is 0. A token that is no candidate may score higher than all candidates, so the clamp
     # keeps its exp finite
     drawn_RnN = s_RnN.detach().masked_fill(times_RnN == 0, -torch.inf)
     largest_Rn1 = drawn_RnN.amax(2, keepdim=True)
