@@ -226,7 +226,7 @@ def find_copies(url: str) -> Job:
 
 
 def hash_seen_crops(url: str) -> Job:
-    """Hashes the crops of pre-training, as for the record of what a model has seen."""
+    """Makes the record of what a model has seen: hashes of the crops for pre-training and of their patients."""
     from omnilead.engine.data import seen
 
     yield 0

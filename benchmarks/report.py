@@ -145,8 +145,8 @@ def results_only_in_older(part: Part, older: Part) -> dict[str, Result]:
 
 
 def sort_key(part: Part) -> tuple[bool, str, bool, str]:
-    """Returns the key by which parts are sorted: reduced records before all others, older days (UTC) before newer ones,
-    and on the same day parts of a suite before records of their own."""
+    """Returns the key by which parts are sorted: reduced records of their own before all other parts, older days (UTC)
+    before newer ones, and on the same day parts of a suite before records of their own."""
     reduced = bool(part["config"].get("only")) or is_smaller_job(part["config"])
     return not (part["alone"] and reduced), part["date"][:10], part["alone"], part["date"]
 

@@ -219,7 +219,7 @@ def find_path_and_record(options: argparse.Namespace) -> tuple[Path, Part]:
     """Returns (path, record) to add results to. An existing record is continued if it is of the same command,
     versions and revision. Without --out, it must also be today's and lack cases; if there is none, a new
     record is begun, with -2, -3, ... in its name if needed, because records are never overwritten. With
-    --out, a file that is not such a record raises a ConfigError."""
+    --out, a missing file becomes a new record; a file that is not such a record raises a ConfigError."""
     settings = vars(options).items()
     config = {key: value for key, value in settings if key not in ("out", "minutes")}
     new = machine_facts() | {"benchmark": options.benchmark, "config": config, "took_s": 0}

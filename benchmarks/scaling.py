@@ -1,7 +1,8 @@
-"""Measure what ten million crops take: the time and memory to a rank's first batch, and those of each job that
-goes over all crops (benchmarks.huge). The jobs are measured for a tenth and a hundredth of the crops, too.
-Besides, two ranks are compared with one on this machine. Each rank trains on the same number of crops, and
-the CPU-seconds of both ranks are added, because they share the cores.
+"""Measure what ten million crops take: the time from opening the dataset to a rank's first batch, when a
+turn before it has filled the caches; the time of each job that goes over all crops (benchmarks.huge), when it
+is ready; and the peak memory of these processes. The jobs are measured for a tenth and a hundredth of the
+crops, too. Besides, two ranks are compared with one on this machine. Each rank trains on the same number of
+crops, and the CPU-seconds of both ranks are added, because they share the cores.
 """
 
 import argparse

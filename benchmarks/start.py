@@ -26,7 +26,7 @@ from benchmarks.measure import (
     median_and_range,
 )
 
-# Crops of the dataset: about as many as the quick start makes if it is given no dataset
+# Crops of the dataset. The commands that the quick start names if it finds no dataset make about 230
 QUICK_START_CROPS = 300
 LAUNCHERS = {
     "deepspeed engine/pretrain.py": (sys.executable, "-m", "deepspeed.launcher.runner", "-q"),

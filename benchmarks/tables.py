@@ -67,7 +67,8 @@ def rate_blocks(part: Part) -> Iterator[str]:
 
 def speed_against_recreation(name: str, results: dict[str, Result]) -> float:
     """Returns the speed of a case per CPU-second, relative to the fastest peer of the same kind, which is wfdb or a
-    re-creation of fairseq-signals; NaN if there is none. The kind is what a case's name has before the colon."""
+    re-creation of fairseq-signals; NaN if there is none, or if the case itself is a peer. The kind is what a case's
+    name has before the colon."""
     # Older records have cases such as authors_physio3+RLM: our loader with the noise of fairseq-signals' code.
     # They are compared with the re-creation of physio3+RLM
     kind = name.split(":")[0].removeprefix("authors_")

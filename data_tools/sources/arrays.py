@@ -87,7 +87,7 @@ class ArrayDescription(BaseModel):
     fs_hz: str
     padding: Literal["", "zeros"] = ""
     table: str = ""
-    # Each of these names a column of the table; without a table, it names an array in the file
+    # Each entry down to `index` names a column of the table; without a table, it names an array in the file
     record: str = ""
     patient: str = ""
     age: str = ""
@@ -117,8 +117,8 @@ class ArrayDescription(BaseModel):
 
 
 class ArrayTable(NamedTuple):
-    """The cells of a table as text. `rows` is {number of an ECG, or name of its file: its row}; None if the rows
-    are in the order of the ECGs."""
+    """The cells of a table as text. `rows` is {number of an ECG as text, or name of its file without folder and
+    extension: its row}; None if the rows are in the order of the ECGs."""
 
     cells: pa.Table
     rows: Mapping[str, int] | None
@@ -473,8 +473,8 @@ def _read_table(root: Folder, facts: ArrayDescription) -> ArrayTable:
     if not facts.has_many_ecgs:
         if not facts.record:
             raise DataError(
-                f"{facts.table}: a table for files with one ECG each needs a column with the names of the files: add "
-                f"`record: COLUMN` to {YAML}"
+                f"{facts.table}: a table for files with one ECG each needs a column with the files' names without "
+                f"folder and extension: add `record: COLUMN` to {YAML}"
             )
         return ArrayTable(cells, _row_of_text(cells["record"], facts.record))
     parts = _array_files(root, facts.file)

@@ -419,7 +419,8 @@ class MimicIvEcg(WfdbSource):
 
     def keys(self) -> Iterator[str]:
         """Yield a key for each row of record_list.csv; without this list, for each record found. If a row's
-        subject_id contradicts its path, the key begins with the list's name, and the record is refused later."""
+        subject_id contradicts its path, or the path has another form, the key begins with the list's name, and
+        the record is refused later."""
         if not self.root.exists(MIMIC_LIST):
             yield from super().keys()
             return

@@ -96,9 +96,12 @@ def plan_blocks(
     seed: int = 0,
     layout: str = "physionet2021",
 ) -> list[Block]:
-    """Return the blocks of records to make. More `patients` only add records, except that ids may change in
-    the block that was the last with fewer patients. A larger share of `two_sessions` only adds second
-    sessions."""
+    """Return the blocks of records to make.
+
+    More `patients` only add patients to PTB-XL, but the ids of second sessions may change in the block that was
+    the last one. The other databases grow, too, but may lose their last record, because shares are rounded.
+    A larger share of `two_sessions` adds second sessions, and changes the ids of the records that are planned
+    after them. Records whose ids change keep their signals."""
     for name, value, least in (("patients", patients, 1), ("seed", seed, 0)):
         if value < least:
             raise DataError(f"{name}={value}: must be at least {least}")

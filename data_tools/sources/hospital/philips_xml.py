@@ -110,7 +110,7 @@ def _uv_per_step(stated: StatedFields, height: int) -> float:
     if differs or not 0 < uv_per_step <= 1000:
         raise ReadError(
             "gain",
-            f"{uv_per_step:g} uV per step, calibration pulse of {height or 'no'} steps: the pulse must be "
+            f"{uv_per_step:g} uV per step, calibration pulse of {height or 'no'} steps: a pulse must be "
             f"{PULSE_UV} uV high, and a step over 0 and up to 1000 uV",
         )
     return uv_per_step
@@ -121,7 +121,7 @@ FORMAT = FileFormat(lambda head, name: root_tag(head) == "restingecgdata", decod
 
 def _stated_fields(waveform: Element, root: Element) -> StatedFields:
     """Return what the file states about its samples, by the field names of version 1.04. A field that is
-    stated twice has two texts. Raise a ReadError if a field lacks the value that _REQUIRED_FIELDS names."""
+    stated twice has two texts. Raise a ReadError if one of _REQUIRED_FIELDS is missing or has another value."""
     stated: StatedFields = {}
     characteristics = root.iterfind("dataacquisition/signalcharacteristics/*")
     for name, text in (
