@@ -39,10 +39,9 @@ from omnilead.downstream.evaluation.results import (
     nan_to_none,
     score_task,
 )
-from omnilead.downstream.inference.trained_model import DEFAULT_THRESHOLD
 from omnilead.downstream.reports.bench_report import write_comparison
 from omnilead.downstream.reproduce.jobs import read_json
-from omnilead.downstream.tasks.metrics import Array, challenge_statistic
+from omnilead.downstream.tasks.metrics import DEFAULT_THRESHOLD, Array, challenge_statistic
 from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.settings.commandline import run_on_ranks
 from omnilead.engine.settings.errors import ConfigError

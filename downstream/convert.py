@@ -1,6 +1,6 @@
 """Convert weights from and to fairseq-signals (and ECG-FM, of the same family), bit for bit. Make a
-model folder of a checkpoint of ECG-CPC, or of any other network's weights and its class. Export a
-model folder to ONNX.
+model folder from a checkpoint of ECG-CPC, or from any other network's weights and its class. Export a
+model to ONNX.
 
     omnilead convert from-fairseq CKPT.pt OUT [--classes LIST|FILE] [--fs HZ] [--input auto|millivolt|zscore|layernorm]
     omnilead convert from-ecg-cpc LAST.ckpt OUT                     its input is 240 Hz, +-3 mV, windows of 2.5 s

@@ -13,7 +13,7 @@ from .facts import REJECTS
 
 Reject = tuple[str, str, str, str]  # source, record, reason, detail
 CROP_FLAG_REASONS = ("lead not measured", "flat lead", "saturated", "large", "zeros", "einthoven")
-FLAG_REASONS = (  # reasons in rejects.csv for which nothing is refused
+FLAG_REASONS = (  # reasons in rejects.csv for which no record or crop is refused
     *CROP_FLAG_REASONS,
     "age not understood",
     "sex not understood",

@@ -32,7 +32,7 @@ def write_card(
     out: Folder, facts: DatasetFacts, reasons: Counter[str], flags: Collection[str]
 ) -> None:
     """Writes README.md and croissant.json. `reasons`: the number of lines of rejects.csv for each reason;
-    `flags`: the reasons for which nothing is refused."""
+    `flags`: the reasons for which no record or crop is refused."""
     import jinja2
     import yaml  # type: ignore[import-untyped]
 

@@ -323,7 +323,7 @@ def restore_table(made: Dataset) -> None:
 
 def _remove_leftovers(out: Folder, formats: list[str], shards: list[ShardFacts]) -> None:
     """Removes shards and a zarr copy that do not belong to the dataset. Killed runs with other sources or
-    options may have left them."""
+    options may have left them; with zarr only, the shards are those that the zarr copy was made from."""
     if "tar" not in formats:
         out.remove("shards")
     wanted = {shard.name.removesuffix(".tar") for shard in shards}

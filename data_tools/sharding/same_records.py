@@ -79,7 +79,7 @@ def _compare_chunk(
 
     def compare(pair: tuple[tuple[int, str], tuple[int, str]]) -> ReadError | None:
         one, other = (_waveform_sum(sources[archive], key) for archive, key in pair)
-        # If the file of `other` is missing, only a table names the record, and it counts as the same ECG
+        # If the signal file of `other` is missing, there is nothing to compare, and it counts as the same ECG
         if isinstance(other, ReadError):
             return None if other.reason == MISSING_FILE else other
         if one == other:

@@ -380,15 +380,16 @@ class _ShardWriter:
         self.rejects: list[Reject] = []
         # For each left-out crop: (source/record, the patient as the user's file names it, the patient as
         # SOURCE/PATIENT, waveform hash). Source/record and SOURCE/PATIENT are those that the dataset would
-        # show. The part file holds these entries until the build ends
+        # show. Both patients are "" for a copy. The part file holds these entries until the build ends
         self.left_out: list[tuple[str, str, str, int]] = []
         self.samples = np.empty(CROP_SHAPE, "<i2")
 
     def add(
         self, archive: Source, path: str, label: str, part: int, record: EcgRecord | ReadError
     ) -> None:
-        """Adds crop number `part` of a record to the tar, or the reasons why it cannot be used to `rejects`.
-        `label`: source/name of the record."""
+        """Adds crop number `part` of a record to the tar, and its flags and repairs to `rejects`. Of a crop
+        that cannot be used, only `rejects` gets the reasons; a crop that must be left out is only added
+        to `left_out`. `label`: source/name of the record."""
         source, _, name = label.partition("/")
         key = None if archive.pseudonyms else self.options.pseudonym_key
         notes: list[tuple[str, str]] = []

@@ -179,8 +179,8 @@ def longest_input(rows: Sequence[ComparedRow]) -> Input:
 def row_scores(
     row: ComparedRow, lead: str, plan: BenchPlan, folder: Path, clock: TimeEstimate
 ) -> Scores:
-    """Returns the scores of a row whose embedders are shown the leads `lead`, by task, leads and
-    share. A score is the mean over the draws of the row."""
+    """Returns the scores of a row that is tested with the leads `lead`, by task, leads and share. A
+    score is the mean over the draws of the row."""
     if not plan.tasks and not row.identifies:
         return {}
     samples_of_draws = [

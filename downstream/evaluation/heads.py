@@ -20,11 +20,11 @@ from omnilead.engine.model.folder import write_model
 from omnilead.engine.settings.errors import ConfigError, Facts
 from omnilead.engine.settings.leads import describe_leads
 
-from ..inference.trained_model import DEFAULT_THRESHOLD, TrainedModel, load, parse_head_info
+from ..inference.trained_model import TrainedModel, load, parse_head_info
 from ..inference.trees import Trees
 from ..tasks.kinds import KINDS, best_thresholds, sensitivity_points
 from ..tasks.labels import TaskLabels
-from ..tasks.metrics import Array, has_few_patients
+from ..tasks.metrics import DEFAULT_THRESHOLD, Array, has_few_patients
 from ..tasks.readout import Readout
 from .differences import (
     bootstrap_weights,
@@ -191,8 +191,8 @@ def head_section(labels: TaskLabels, probe: Probe) -> Facts:
 def held_out_scores(
     fit: Fit, data: ProbeData, record_N: Array, fold_N: Array, used_K: Array
 ) -> Array:
-    """Returns the scores of each record for the outputs `used_K`, which are means over the rows of
-    the record. The rows of a fold are scored by a probe that was fitted on all other rows. Records
+    """Returns the scores of each record for the outputs `used_K`: the means of the scores of its
+    rows. The rows of a fold are scored by a probe that was fitted on all other rows. Records
     that are never held out get 0."""
     sums_NK = np.zeros((len(fold_N), used_K.sum()))
     folds = np.unique(fold_N[fold_N != NEVER_HELD_OUT])

@@ -41,12 +41,13 @@ from ..inference.outputs import (
     embedding_matrix,
     vector_output,
 )
-from ..inference.trained_model import DEFAULT_THRESHOLD, HeadInfo, TrainedModel
+from ..inference.trained_model import HeadInfo, TrainedModel
 from ..tasks.config import TaskConfig
 from ..tasks.join import records_in_several_datasets
 from ..tasks.kinds import KINDS, MIN_POSITIVES, sensitivity_points, sensitivity_sentences
 from ..tasks.labels import DX_ROLES_HINT, TaskLabels, read_task
 from ..tasks.metrics import (
+    DEFAULT_THRESHOLD,
     TOO_FEW_NOTE,
     Array,
     MetricError,
@@ -122,7 +123,7 @@ class TaskResult:
     def group_scores(self) -> dict[str, Facts]:
         """Returns the metrics and intervals of the records of each group, by age, sex and source.
         Adds how many records and patients a group has and, if the task has positives, how many
-        of each class."""
+        positives of each class."""
         groups: dict[str, Facts] = {}
         for name, values_N in self.groups_N.items():
             for value in np.unique(values_N).tolist():

@@ -90,8 +90,6 @@ LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01
 NOT_MEASURED = -32_768  # the value in int16 of a sample that was not measured
 SEGMENTS_PER_BATCH = 64  # number of segments that are encoded at a time
 NOT_FINITE_MESSAGE = "the model's outputs are not finite: its weights are broken"
-# A class counts as predicted above this probability, unless the model has a threshold for it
-DEFAULT_THRESHOLD = 0.5
 CLASSES_IN_REPR = 8  # the repr of a model names at most this many classes
 # This sampling rate is enough for what is usually read from an ECG: waves up to 150 Hz
 SUFFICIENT_RATE_HZ = 300
@@ -475,8 +473,8 @@ def load(
     encoder: ModuleClass = None,
     head: ModuleClass = None,
 ) -> TrainedModel:
-    """Loads a model. If its encoder or its head is of a class of your own, `code` allows to run the
-    file in the model folder that defines the class; `encoder` and `head` give the class instead."""
+    """Loads a model. If the class of its encoder or head is your own, `code` lets the file in the
+    model folder that defines the class run; `encoder` and `head` give the class instead."""
     with model_folder(path) as (folder, digest):
         document, preprocessing = (
             read_document(folder / CONFIG),

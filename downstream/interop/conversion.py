@@ -62,7 +62,8 @@ from omnilead.engine.settings.errors import ConfigError, blaming
 from omnilead.engine.settings.files import portable_spec, read_plugin_files
 from omnilead.engine.settings.leads import ALL_LEADS, describe_leads, leads_in_order
 
-from ..inference.trained_model import DEFAULT_THRESHOLD, load
+from ..inference.trained_model import load
+from ..tasks.metrics import DEFAULT_THRESHOLD
 from .fairseq import (
     MAX_TEXT,
     Settings,

@@ -59,8 +59,8 @@ class PaperTable:
 
     number: int
     title: str
-    # True: all columns have the 12-lead model, and missing leads are zeros. False: each number of
-    # leads has a model of its own
+    # True: all columns fine-tune the model that was pre-trained on 12 leads, and missing leads are
+    # zeros. False: each number of leads has a pre-trained model of its own
     padded: bool
     # Which cells are bold: the best of a column ("best"), or those better than the row `against`
     # ("gain")

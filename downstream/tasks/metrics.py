@@ -45,7 +45,8 @@ for _metric in METRIC_OF.values():
 NORMAL_CLASS = CLASSES.index("NSR")
 CHALLENGE_WEIGHTS_FILE = "challenge_weights.csv"
 WEIGHT_UNIT = 80  # the weights of the Challenge are multiples of 1/80
-THRESHOLD = 0.5
+# A class counts as predicted above this probability, unless the model has a threshold for it
+DEFAULT_THRESHOLD = 0.5
 CALIBRATION_BINS = 10  # number of equally wide bins of probabilities
 # A bootstrap needs a class that at least this many patients have and as many do not have; in
 # survival, at least this many patients with the event
@@ -82,7 +83,7 @@ def predict_classes(kind: str, scores: Array, thresholds: Floats = None) -> Arra
     if kind == "multiclass":
         best_N1 = scores.argmax(1)[:, None]
         return np.asarray(best_N1 == np.arange(scores.shape[1]))
-    return np.asarray(scores > np.asarray(thresholds or THRESHOLD))
+    return np.asarray(scores > np.asarray(thresholds or DEFAULT_THRESHOLD))
 
 
 def measure(
