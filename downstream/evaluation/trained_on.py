@@ -14,11 +14,11 @@ from omnilead.data_tools.dataset import COLUMNS, Dataset
 from omnilead.data_tools.io.spreadsheet import csv_text
 from omnilead.engine.data.seen import (
     USES,
-    CropUses,
+    KindsOfUse,
     dataset_key_marks,
+    kinds_of_use,
     name_keys,
     unknown_key_notes,
-    uses_of_crops,
 )
 from omnilead.engine.model.folder import CONFIG, model_folder, read_document, read_seen
 from omnilead.engine.settings.commandline import write_result
@@ -77,7 +77,7 @@ def training_data_lines(
         else:
             crops = pa.Table.from_pylist(crops_of_files(replace(options, data=(url,))), CROP_SCHEMA)
             times = None
-        uses = uses_of_crops(trained.seen, crops, keys)
+        uses = kinds_of_use(trained.seen, crops, keys)
         table = _records_table(crops, uses, times)
         yield f"\n{url}"
         yield from _use_count_lines(uses, table, times)
@@ -125,12 +125,17 @@ def _crops_and_times(dataset: Dataset, trained: TrainedOn) -> tuple[pa.Table, np
     return dataset.table(CROP_SCHEMA.names), trained.times.get(dataset.fingerprint)
 
 
-def _records_table(crops: pa.Table, uses: CropUses, times: np.ndarray | None) -> pa.Table:
+def _records_table(crops: pa.Table, uses: KindsOfUse, times: np.ndarray | None) -> pa.Table:
     """Returns a table with a row for each record: the use of its waveforms and the use of its patient
     (both an index of USES, the largest of several, -1 for none), and how often its crops were drawn
     (null if that is not known)."""
     times_drawn = pa.nulls(len(crops), pa.int64()) if times is None else pa.array(times)
-    columns = [*(crops[name] for name in ID_COLUMNS), uses.waveform, uses.owner, times_drawn]
+    columns = [
+        *(crops[name] for name in ID_COLUMNS),
+        uses.of_waveform,
+        uses.of_patient,
+        times_drawn,
+    ]
     table = pa.table(columns, [*ID_COLUMNS, "waveform", "owner", "times"])
     last_uses = [("waveform", "max"), ("owner", "max"), ("times", "sum")]
     records = table.group_by(ID_COLUMNS, use_threads=False).aggregate(last_uses)
@@ -139,15 +144,17 @@ def _records_table(crops: pa.Table, uses: CropUses, times: np.ndarray | None) ->
     )
 
 
-def _use_count_lines(uses: CropUses, records: pa.Table, times: np.ndarray | None) -> Iterator[str]:
+def _use_count_lines(
+    uses: KindsOfUse, records: pa.Table, times: np.ndarray | None
+) -> Iterator[str]:
     """Yields the lines of a table that says how many crops, records and patients have each use and,
     with `times`, a line that says how often crops were drawn."""
     by_record = records["waveform"].to_numpy()
-    first_crops = np.unique(uses.owner_hash, return_index=True)[1]
-    by_patient = uses.owner[first_crops]
+    first_crops = np.unique(uses.patient_hash, return_index=True)[1]
+    by_patient = uses.of_patient[first_crops]
     yield f"{'':12}{'crops':>12}{'records':>12}{'patients':>12}"
     for use, name in enumerate(("not seen", *USES), -1):
-        counts = [(used == use).sum() for used in (uses.waveform, by_record, by_patient)]
+        counts = [(used == use).sum() for used in (uses.of_waveform, by_record, by_patient)]
         yield f"{name:12}" + "".join(f"{count:12,}" for count in counts)
     if times is not None:
         yield f"crops drawn: {times.sum():,}, the same one at most {times.max():,} times"

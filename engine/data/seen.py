@@ -75,8 +75,8 @@ def unknown_seen_record() -> pa.Table:
 
 
 def seen_record_of_crops(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
-    """Returns the record of what a model has seen if it was trained on these crops with this
-    use."""
+    """Returns the record of a model that has seen these crops and no others. `use`: how it used
+    them, one of USES."""
     people = []
     waves = []
     is_keyed = has_pseudonyms = bool(dataset.facts.pseudonyms)
@@ -197,21 +197,21 @@ def uses_by_crop(
     return np.asarray(used[place])
 
 
-class CropUses(NamedTuple):
-    """How a model has used each of several crops. A use is an index of USES, or -1 if there was
-    none."""
+class KindsOfUse(NamedTuple):
+    """How a model has used each of several crops, and other crops of its patient. A use is an
+    index of USES, or -1 if there was none. A record whose patient is unknown counts as a patient."""
 
-    waveform: np.ndarray
-    owner: np.ndarray  # highest use of any crop of the same patient
-    owner_hash: np.ndarray  # a number that is equal for crops of the same patient
+    of_waveform: np.ndarray
+    of_patient: np.ndarray  # if crops of the patient had several uses, the last of them in USES
+    patient_hash: np.ndarray  # a number that is equal for crops of the same patient
 
 
-def uses_of_crops(seen: pa.Table, crops: pa.Table, keys: Sequence[bytes]) -> CropUses:
+def kinds_of_use(seen: pa.Table, crops: pa.Table, keys: Sequence[bytes]) -> KindsOfUse:
     """Returns how a model has used each of `crops`, a table with the columns source, patient,
     record and waveform. `keys`: from name_keys."""
     people, waves = _patient_and_waveform_hashes(crops.combine_chunks().to_batches()[0], keys)
-    owner = np.max([_use_by_hash(seen, True, under_key) for under_key in people], axis=0)
-    return CropUses(_use_by_hash(seen, False, waves), owner, people[0])
+    of_patient = np.max([_use_by_hash(seen, True, under_key) for under_key in people], axis=0)
+    return KindsOfUse(_use_by_hash(seen, False, waves), of_patient, people[0])
 
 
 def were_seen_with_labels(seen: pa.Table, waveform_N: np.ndarray) -> np.ndarray:

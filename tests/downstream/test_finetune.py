@@ -38,7 +38,7 @@ from omnilead.downstream.tasks.labels import read_task
 from omnilead.downstream.tasks.metrics import MEASURES, measure
 from omnilead.engine.data import leakage
 from omnilead.engine.data.patients import patient_ids
-from omnilead.engine.data.seen import LABELLED, name_keys, uses_of_crops
+from omnilead.engine.data.seen import LABELLED, kinds_of_use, name_keys
 from omnilead.engine.model.config import ModelConfig, flops_per_crop, parse_settings
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.encoders import initialise
@@ -569,7 +569,7 @@ def require_notes_on_what_was_fitted(run, dataset, archive, tmp_path, capsys):
     """A dataset's ECGs, and files."""
     seen = omnilead.load(run).seen
     crops = dataset.table(["source", "record", "patient", "waveform"])
-    is_fitted = uses_of_crops(seen, crops, name_keys([dataset])).waveform == LABELLED
+    is_fitted = kinds_of_use(seen, crops, name_keys([dataset])).of_waveform == LABELLED
     names = np.array(crops["record"])
     fitted, other = names[is_fitted][0], np.setdiff1d(names, names[is_fitted])[0]
     told = f"{len(set(names[is_fitted]))} of the {len(set(names))} ECGs read were fitted on"
