@@ -106,8 +106,8 @@ def patient_of(source: str, row: int) -> str | None:
 
 
 def crop_table(rows: np.ndarray) -> pa.Table:
-    """Returns these rows of the crop table, in the form of a part of a build. Each record has one crop, and
-    each patient of PTB-XL has two records."""
+    """Returns these rows of the crop table, with the columns that a build keeps in a shard's part file. Each
+    record has one crop, and each patient of PTB-XL has two records."""
     count = len(rows)
     sources, names, patients, diagnoses = [], [], [], []
     for row in rows.tolist():

@@ -282,7 +282,8 @@ def _check_size(dataset: Dataset, name: str, expected: int | None = None) -> Ite
 
 
 def _check_crop(crop: np.ndarray, row: dict[str, Any]) -> Iterator[str]:
-    """Yields where a crop's samples contradict the crop's row."""
+    """Yields a message for each contradiction between a crop's samples and its row. If the crc32c is wrong,
+    that is the only message."""
     crc, hashed = crc_and_waveform_hash(crop)
     if crc != row["crc32c"]:
         yield "fails its crc32c"
@@ -307,8 +308,8 @@ def _check_index(dataset: Dataset, name: str, data: memoryview, rows: pa.Table) 
 
 
 def _check_members(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
-    """Yields where a tar contradicts the rows: in a header or an offset, in a JSON that differs from its
-    row, or in anything but the tar's end after the last crop."""
+    """Yields a message for each contradiction between a tar and its rows: a wrong header or offset, a JSON
+    that differs from its row, or anything but the tar's end after the last crop."""
     end = 0
     for number, row in enumerate(rows.to_pylist()):
         key = f"{row['source']}-{row['record']}-{round(row['start_s'] * FS_HZ) // CROP:03d}"

@@ -486,7 +486,8 @@ def write_skipped(out: Path, skipped: Sequence[Skipped]) -> None:
         if place.exists() and not is_own:
             raise OutputError(f"{place}: another program wrote this file: move it{RESUMABLE}")
         write_whole(place, csv_text([Skipped._fields, *skipped]))
-    elif is_own:  # the list belongs to an earlier `out` of the same name
+    elif is_own:
+        # an earlier job with the same `out` left this list, and this job has skipped no ECG
         place.unlink(missing_ok=True)
 
 

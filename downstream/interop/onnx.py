@@ -48,7 +48,7 @@ class ExportedModel(nn.Module):
         if isinstance(model.head, Trees):
             self.model.head = None
         # A plugged-in encoder is exported for one length: if the length may vary, torch.onnx takes
-        # minutes for each padding of a deep network
+        # minutes for each padding operation of a deep network
         encoder = config_of(model.config).encoder
         self.any_length = plugin_file(encoder) is None and encoder not in FIXED_LENGTH_ENCODERS
 

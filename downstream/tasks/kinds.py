@@ -144,7 +144,8 @@ class Kind(ABC):
     def targets_of_known(
         self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
     ) -> Targets:
-        """Returns the targets as `make_targets` does, if each column has a known label."""
+        """Returns what `make_targets` returns. The caller has checked that each column has a known
+        label in the training split."""
 
     def chance_metrics_in_training(self, targets: Targets) -> dict[str, float]:
         """Returns the training metrics that a model reaches by guessing; {} if none are known."""

@@ -46,7 +46,9 @@ class TaskLabels:
     # for each dataset, int8 [crops]: an index into SPLITS; 0 for crops without a known label
     split: list[Array]
     remarks: list[str] = field(default_factory=list)
-    # the label table as messages name it; "" if the labels and splits are roles of the datasets
+    # where messages say that the labels come from: the label table or, if columns of the datasets
+    # are the labels, the first dataset. "" if the labels are the diagnoses or patients of the
+    # datasets, and the splits are the roles of their crops
     name: str = ""
     # the columns of the label table that are used, as text; None without a table
     table: pa.Table | None = None

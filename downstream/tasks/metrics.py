@@ -129,7 +129,8 @@ def challenge_credits_and_norms(labels: Array, outputs: Array) -> tuple[Array, A
     that are labelled or predicted."""
     normal = np.zeros_like(labels)
     normal[:, NORMAL_CLASS] = True
-    # float32 is exact here: the sums have up to 676 terms of up to 80
+    # float32 is exact here: a sum has at most 676 terms, which are whole numbers of up to 80, and so
+    # stays far below 2**24
     y = labels.astype(np.float32)
     worth_NK = y @ challenge_weights().astype(np.float32)
     credit_3N, norm_3N = [], []

@@ -185,7 +185,7 @@ class RunFolder:
 def open_datasets(config: RunConfig) -> list[Dataset]:
     if "demo/dataset" in config.data.datasets and not Path("demo/dataset").exists():
         raise ConfigError(
-            f"there is no demo/dataset: make it with `{MAKE_DEMO}`, or ",
+            f"there is no demo/dataset: make it with `{MAKE_DEMO}`, or name another dataset with ",
             Flag("--set data.datasets=[DATASET]"),
         )
     return list(open_together(config.data.datasets, config.data.anonymous, "data.datasets").all)
