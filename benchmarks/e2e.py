@@ -160,7 +160,8 @@ def time_sides_in_turns(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -
     # Loop.train ends with a checkpoint and a diagnosis, which must not count in each turn
     loop._save, loop._diagnose = (lambda: None), (lambda batch: None)
 
-    def load_timed(_: Any) -> Any:
+    def timed_next_batch(_: Any) -> Any:
+        """Load the next batch, and add the seconds that it took to `waits`."""
         asked_at_s = time.perf_counter()
         batch = load(batches)
         waits.append(time.perf_counter() - asked_at_s)
@@ -184,7 +185,7 @@ def time_sides_in_turns(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -
     sides: Any = {
         "bare": run_bare_steps,
         "held": lambda: run_steps(lambda _: (held_batch, state)),
-        "loaded": lambda: run_steps(load_timed),
+        "loaded": lambda: run_steps(timed_next_batch),
     }
     run_sides = {name: sides[name] for name in run.sides}
     rows = time_in_turns(run_sides, run.turns, run.steps * run.batch)

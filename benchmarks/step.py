@@ -45,6 +45,7 @@ from omnilead.engine.settings.files import find_config
 from omnilead.engine.training.config import Config, load_config
 from omnilead.engine.training.train import COMPILE_DEFAULTS, compile_model
 
+LossFunction = Callable[[], Tensor]
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
 BATCH_SIZES = {"cpu": (4,), "cuda": (512, 256, 64)}  # crops of 10 s; the paper's batch has 512
 STEPS_PER_REPEAT = {"cpu": 2, "cuda": 20}
@@ -256,7 +257,8 @@ def set_up(run: StepRun) -> None:
     torch.manual_seed(1)
     np.random.seed(1)
     if run.device == "cpu":
-        # As in training, where the loader does this; here the re-creation gets it, too
+        # In training, the loader calls keep_freed_memory. This benchmark has no loader, and calls it for
+        # the re-creation of fairseq-signals, too
         keep_freed_memory()
 
 
@@ -339,9 +341,9 @@ def prepare_authors(run: StepRun) -> Callable[[], None]:
     return advance
 
 
-def model_and_losses(
+def model_with_both_losses(
     config: ModelConfig, pairs: int, device: str = "cpu"
-) -> tuple[Pretrainer, Any]:
+) -> tuple[Pretrainer, tuple[LossFunction, LossFunction]]:
     """Returns (a model without dropout, (our loss, the re-creation's loss)). The two losses are functions that compute
     the loss of the model on the same batch with the same random draws."""
     none: dict[str, Any] = dict.fromkeys(DROPOUTS.split(), 0.0)
@@ -375,5 +377,5 @@ def loss_difference(run: StepRun) -> float:
     set_up(run)
     torch.backends.cudnn.allow_tf32 = False
     with torch.no_grad():
-        _, (our_loss, authors_loss) = model_and_losses(run.config, 2, run.device)
+        _, (our_loss, authors_loss) = model_with_both_losses(run.config, 2, run.device)
         return abs(float(our_loss() / authors_loss()) - 1)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.shared_options import DatasetPaths
-from omnilead.data_tools.io.terminal import show
+from omnilead.data_tools.io.terminal import print_result
 from omnilead.downstream.inference import options as shared
 from omnilead.engine.settings.commandline import one_blas_thread, parse_options, run_on_ranks
 from omnilead.engine.settings.files import File
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bench(**options)
         out = Path(options["out"])
         text = (out / "bench.md").read_text()
-        return show(f"{text}\n{out}: bench.md, bench.csv, bench.json, bench.png\n")
+        return print_result(f"{text}\n{out}: bench.md, bench.csv, bench.json, bench.png\n")
 
     return run_on_ranks("omnilead bench", run_bench, options["out"])
 

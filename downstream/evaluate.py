@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
-from omnilead.data_tools.io.terminal import show
+from omnilead.data_tools.io.terminal import print_result
 from omnilead.downstream.inference import options as shared
 from omnilead.engine.settings.commandline import (
     parse_options,
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if document is None:
             return 0  # this is not rank 0, which prints the scores
         text = "\n".join(score_lines(document, options["halves"])) + "\n"
-        return show(f"{text}{options['report']}\n" if options["report"] else text)
+        return print_result(f"{text}{options['report']}\n" if options["report"] else text)
 
     flag = "--json" if options["json"] else "--report"
     return run_on_ranks(
@@ -167,8 +167,8 @@ class ResultFiles(NamedTuple):
 
     @property
     def halves_file(self) -> Path | None:
-        """Returns the file that keeps the model's outputs until the scores are written; None if no
-        file was asked for."""
+        """Returns the temporary file of the model's outputs, which is deleted once the scores are
+        written; None if neither a JSON file nor a page was asked for."""
         first = self.json or self.page
         return Path(f"{first}.halves.parquet") if first else None
 

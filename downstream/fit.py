@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
-from omnilead.data_tools.io.terminal import show
+from omnilead.data_tools.io.terminal import print_result
 from omnilead.downstream.inference import options as shared
 from omnilead.engine.settings.commandline import one_blas_thread, parse_options, run_on_ranks
 from omnilead.engine.settings.errors import Facts
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one_blas_thread()
 
     def run_fit() -> int:
-        return show(f"{fit(**options).report}\n")
+        return print_result(f"{fit(**options).report}\n")
 
     return run_on_ranks("omnilead fit", run_fit, options["out"])
 

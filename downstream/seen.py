@@ -28,7 +28,7 @@ from typing import Annotated
 
 from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
-from omnilead.data_tools.io.terminal import show
+from omnilead.data_tools.io.terminal import print_result
 from omnilead.downstream.inference import options as shared
 from omnilead.engine.settings.commandline import parse_options, require_writable, run_on_ranks
 from omnilead.engine.settings.files import File
@@ -76,7 +76,7 @@ def print_seen(
     if table:
         require_writable(table, "--out")
     lines = training_data_lines(model, data, table, anonymous, pseudonymize)
-    return show("\n".join(lines) + "\n")
+    return print_result("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from omnilead.data_tools.io.commands import run_command
 from omnilead.data_tools.io.errors import Flag, UserError, naming_arguments_in_errors
 from omnilead.data_tools.io.options import Option, add_option, declare_option
-from omnilead.data_tools.io.terminal import Parser, is_out_of_memory, say, show
+from omnilead.data_tools.io.terminal import Parser, is_out_of_memory, print_result, say
 from omnilead.engine.settings.commandline import (
     local_run_path,
     note_for_torchrun,
@@ -161,7 +161,7 @@ def run_training_command(
         if args.schema:
             # if `| head` closes the pipe, end without an error
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-            return show(json_schema(kind) + "\n")
+            return print_result(json_schema(kind) + "\n")
         if args.export:
             say(str(export_run(RunFolder(args.export), task(), after)))
             return 0
@@ -169,7 +169,7 @@ def run_training_command(
             return 0
         config = read(args.config, [*_settings_of_options(args, shortcuts), *args.set])
         if args.dry_run:
-            return show(_dry_run(config, task, args) + "\n")
+            return print_result(_dry_run(config, task, args) + "\n")
         train(config, task, args.profile or 0, after)
         return 0
 
@@ -334,6 +334,7 @@ class TrainingRun:
 
     @property
     def report(self) -> Path:
+        """Returns the path of the run's report, an HTML page."""
         return self.path / REPORT
 
     def _repr_html_(self) -> str:

@@ -26,7 +26,7 @@ from omnilead.data_tools.io.commands import run_as_omnilead, run_command
 from omnilead.data_tools.io.errors import UserError
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.storage import RemoteFolder
-from omnilead.data_tools.io.terminal import say, show
+from omnilead.data_tools.io.terminal import print_result, say
 from omnilead.engine.run import AfterTraining
 from omnilead.engine.settings.commandline import parse_options
 from omnilead.engine.settings.errors import ConfigError, Facts
@@ -37,6 +37,7 @@ from omnilead.engine.settings.run_files import (
     PROMETHEUS,
     RUN_FACTS,
     VALIDATION,
+    CropsAndSeconds,
     crops_and_seconds,
     number_or_nan,
     read_metric_rows,
@@ -49,12 +50,14 @@ RECENT_S = 60.0
 SILENT_S = 300.0
 
 
-def crops_per_s(measured: list[tuple[float, float]]) -> float:
+def crops_per_s(measured: list[CropsAndSeconds]) -> float:
     seconds = sum(seconds for _, seconds in measured)
     return sum(crops for crops, _ in measured) / seconds if seconds else math.nan
 
 
-def spans_of_last_minute(measured: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def last_minute(measured: list[CropsAndSeconds]) -> list[CropsAndSeconds]:
+    """Returns the last items of `measured` that together take at least a minute; all, if they take
+    less."""
     seconds = 0.0
     for i in reversed(range(len(measured))):
         seconds += measured[i][1]
@@ -135,7 +138,7 @@ def screen_lines(run: Path, name: str) -> Iterator[tuple[str, str]]:
     progress = f"{step:,} of {total:,} ({100 * step / total:.1f} %)"
     yield "step", f"{progress}, epoch {number_or_nan(row['epoch']):.2f}"
     yield from describe_losses(row, read_metric_rows(run / VALIDATION).rows)
-    recent = crops_per_s(spans_of_last_minute(crops_and_seconds(rows)))
+    recent = crops_per_s(last_minute(crops_and_seconds(rows)))
     yield "speed", describe_speed(row, rows, recent)
     yield "time", describe_time(read_gauges(run), row, rows)
     yield "checkpoint", last_checkpoint(run / LATEST)
@@ -224,7 +227,7 @@ def status(
             folder = Path(copies)
             download(name, folder)
         lines = [f"{what:<11} {text}\n" for what, text in screen_lines(folder, name)]
-    return show("".join(lines))
+    return print_result("".join(lines))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ BLOSC_HEADER, CRC = 16, 4
 MAX_CHUNK_BYTES = BLOSC_HEADER + CROP_BYTES + CRC
 CACHED_INDEXES = 256  # indexes that stay in memory, one per storage object, 16 kB each
 MAX_ZARR_JSON_BYTES = 2**20
-MAX_BLOCK_CROPS = 2**20  # crops in a storage object, whose index then takes 16 MB
+MAX_CROPS_PER_OBJECT = 2**20  # crops in a storage object, whose index then takes 16 MB
 # These attributes tell other programs what the zarr copy holds, and where the roles of its crops are
 ZARR_ATTRIBUTES = {
     "leads": list(LEADS),
@@ -63,7 +63,7 @@ class Chunks:
             for name in sorted(names)
             if self.meta.get(name) != self.layout[name]
         ]
-        if wrong or not 0 < self.block <= MAX_BLOCK_CROPS:
+        if wrong or not 0 < self.block <= MAX_CROPS_PER_OBJECT:
             raise DatasetError(
                 one_line(
                     f"{file}: not the layout that data_tools writes: {wrong[:1]}: restore the file"

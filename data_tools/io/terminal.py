@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         guard_streams()
 
     def print_help(self, file: Any = None) -> None:
-        if code := show(self.format_help()):
+        if code := print_result(self.format_help()):
             sys.exit(code)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -126,11 +126,11 @@ def _excepthook(
 
 
 def _flush_at_exit() -> None:
-    if show(""):
+    if print_result(""):
         os._exit(1)  # sys.exit no longer sets the exit code: Python is already exiting
 
 
-def show(text: str) -> int:
+def print_result(text: str) -> int:
     """Prints a command's result. Returns the exit code: 0 if the text is printed or the reader has
     closed the pipe, else 1."""
     try:

@@ -32,9 +32,9 @@ from .differences import (
     Samples,
     Scores,
     average_draws,
+    cross_validated_metrics,
     mean_over_classes,
     metrics_by_class,
-    metrics_by_fold,
     rows_and_differences,
     widen_spread,
 )
@@ -264,7 +264,7 @@ def metrics_of_probes(
             if task.fold_N is None:
                 of_draws.append(metrics_by_class(task.kind, y_NK, scores_NK, task.weight_NB))
             else:
-                fold_samples = metrics_by_fold(
+                fold_samples = cross_validated_metrics(
                     task.kind, y_NK, scores_NK, task.weight_NB, task.fold_N
                 )
                 of_draws.append(widen_spread(fold_samples, task.fold_N))

@@ -71,7 +71,7 @@ def metrics_by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array)
     return {name: np.stack([metrics[name] for metrics in classes]) for name in classes[0]}
 
 
-def metrics_by_fold(
+def cross_validated_metrics(
     kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array, fold_N: Array
 ) -> Samples:
     """Returns {metric: values [K, B]} of cross-validation. Each fold has a probe of its own, so

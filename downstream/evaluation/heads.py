@@ -28,8 +28,8 @@ from ..tasks.metrics import DEFAULT_THRESHOLD, Array, has_few_patients
 from ..tasks.readout import Readout
 from .differences import (
     bootstrap_weights,
+    cross_validated_metrics,
     mean_over_classes,
-    metrics_by_fold,
     score_interval,
     widen_spread,
 )
@@ -216,7 +216,7 @@ def cross_validation_facts(
     fold_N = fold_N[tested_N]
     scores_NK, kind = scores_NK[tested_N], labels.task.kind
     samples = widen_spread(
-        metrics_by_fold(kind, y_NK, scores_NK, bootstrap_weights(patient_N), fold_N), fold_N
+        cross_validated_metrics(kind, y_NK, scores_NK, bootstrap_weights(patient_N), fold_N), fold_N
     )
     metrics, intervals = {}, {}
     for name, value_B in mean_over_classes(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.shared_options import DatasetPaths
-from omnilead.data_tools.io.terminal import show
+from omnilead.data_tools.io.terminal import print_result
 from omnilead.engine.settings.commandline import (
     ALLOW_CODE_OPTION,
     one_blas_thread,
@@ -87,5 +87,5 @@ def run_table_command(
     options = parse_options(table_of, name, about, arguments)
     one_blas_thread()
     return run_on_ranks(
-        f"omnilead {name}", lambda: show(table_of(**options).message), options["out"]
+        f"omnilead {name}", lambda: print_result(table_of(**options).message), options["out"]
     )

@@ -295,12 +295,13 @@ def draw_ecg(result: TaskResult, data: Datasets, row: int) -> Picture:
         # a large font, because two ECGs stand side by side, each shrunk to half its size
         text.set_fontsize(13)
     record_text = ", ".join([str(result.records_N[row]), *groups])
-    title = f"{record_text}: {error_text(result, row)}"
+    title = f"{record_text}: {largest_error_text(result, row)}"
     return to_picture(title, figure, "webp", dpi=90, pil_kwargs={"lossless": True})
 
 
-def error_text(result: TaskResult, row: int) -> str:
-    """Returns a text on the largest error among the outputs for an ECG."""
+def largest_error_text(result: TaskResult, row: int) -> str:
+    """Returns the label and the prediction of an ECG as a text, for the output with the largest error
+    or, in multiclass, for the labelled and the predicted class."""
     head, names = result.head, result.head.classes
     y_K, score_K = np.asarray(result.labels_NK, float)[row], result.scores_NK[row]
     if head.kind == "multiclass":

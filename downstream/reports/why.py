@@ -24,7 +24,7 @@ import omnilead.data_tools.ecg.paper as paper
 import omnilead.data_tools.plots as plots
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.io.options import Option
-from omnilead.data_tools.io.terminal import show
+from omnilead.data_tools.io.terminal import print_result
 from omnilead.engine.settings.commandline import parse_options, require_writable, run_on_ranks
 from omnilead.engine.settings.errors import ConfigError
 
@@ -110,7 +110,7 @@ def draw_why(
     )
     colour_leads(figure, explanation.added)
     plots.save_figure(figure, png)
-    return show(f"{title}\n{rate_and_axis}\n{lead_table(explanation)}drawn: {png}\n")
+    return print_result(f"{title}\n{rate_and_axis}\n{lead_table(explanation)}drawn: {png}\n")
 
 
 def output_index(why: str, model: TrainedModel) -> int:

@@ -98,7 +98,7 @@ class Plan:
 
     places: Places
     parameters: Params
-    # what Augmenter.window_masks returns: the leads to keep in each window
+    # what Augmenter.kept_leads_per_window returns: the leads to keep in each window
     keep_BSL1: np.ndarray | None = None
 
     def plan_of_part(self, crops: slice) -> "Plan":
@@ -125,7 +125,7 @@ class Augmenter:
     def stages(self) -> list[Stage]:
         stages = self.config.stages
         # with `windows`, no stage masks leads at random: the model's input filters each crop, cuts it
-        # into windows, and masks these by `window_masks`
+        # into windows, and masks these by `kept_leads_per_window`
         if self.windows:
             stages = [
                 UsableLeads(self.config) if isinstance(stage, RandomLeads) else stage
@@ -143,9 +143,9 @@ class Augmenter:
 
     def plan(self, places: Places) -> Plan:
         """Draws all random parameters of a batch."""
-        return Plan(places, self.draw_parameters(places), self.window_masks(places))
+        return Plan(places, self.draw_parameters(places), self.kept_leads_per_window(places))
 
-    def window_masks(self, places: Places) -> np.ndarray | None:
+    def kept_leads_per_window(self, places: Places) -> np.ndarray | None:
         """Returns bool [B, windows, L, 1], True for each lead to keep in each window of a crop;
         None if the stages mask halves or views instead."""
         if not self.windows:

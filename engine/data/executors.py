@@ -3,7 +3,7 @@
     executor = TorchOnGpu(augmenter, reader, meter, crops)
     executor.buffers(2)                     memory to read into, again and again
     executor.read(plan, buffer)             in the thread that reads ahead
-    executor.augment(batches)               in the thread that trains: each batch and its x_BSLT
+    executor.model_inputs(batches)          in the thread that trains: each batch and its x_BSLT
 
 They differ in where crops are read to and in what is left to do then; the loader does the rest.
 """
@@ -88,7 +88,7 @@ class Executor(ABC):
         return crops
 
     @abstractmethod
-    def augment(
+    def model_inputs(
         self, batches: Iterator[ReadCrops]
     ) -> Generator[tuple[ReadCrops, Tensor], None, None]:
         """Yields (batch, x_BSLT) for each batch that was read; x_BSLT is the model's input."""
@@ -118,7 +118,7 @@ class TorchOnCpu(Executor):
         with self.meter.timed("augment"):
             return crop_writer(self.augmenter, plan, buffer, self.meter)
 
-    def augment(
+    def model_inputs(
         self, batches: Iterator[ReadCrops]
     ) -> Generator[tuple[ReadCrops, Tensor], None, None]:
         for batch in batches:
@@ -128,7 +128,7 @@ class TorchOnCpu(Executor):
 class TorchOnGpu(Executor):
     """Reads crops into pinned memory, and augments them on the GPU."""
 
-    def augment(
+    def model_inputs(
         self, batches: Iterator[ReadCrops]
     ) -> Generator[tuple[ReadCrops, Tensor], None, None]:
         upload = Upload(self.augmenter.device)
@@ -149,7 +149,7 @@ class Dali(Executor):
 
     batches_in_use = dali.BATCHES_IN_USE
 
-    def augment(
+    def model_inputs(
         self, batches: Iterator[ReadCrops]
     ) -> Generator[tuple[ReadCrops, Tensor], None, None]:
         in_dali: dict[int, ReadCrops] = {}

@@ -156,9 +156,9 @@ class Loader:
         with (
             closing(fill_ahead(plans, executor.read, buffers, executor.batches_in_use)) as read,
             closing(self._single_batches(read)) as batches,
-            closing(executor.augment(batches)) as augmented,
+            closing(executor.model_inputs(batches)) as inputs,
         ):
-            for batch, x_BSLT in augmented:
+            for batch, x_BSLT in inputs:
                 plan = batch.plan
                 yield Batch(x_BSLT, plan.places, batch.report.skipped, plan.keep_BSL1)
 

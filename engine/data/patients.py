@@ -1,7 +1,7 @@
 """Patients: their ids, age and sex, and the validation split data.hold_out.
 
 patient_ids(datasets)[0]                             # int64 [crops]
-age_and_sex(datasets)[0]                             # float32 [crops, 2], NaN where unknown
+age_and_sex_targets(datasets)[0]                     # float32 [crops, 2], NaN where unknown
 trained, held = validation_split(dataset, 0.05)      # bool [crops] each
 
 `validation_split` holds out patients (records where patients are unknown) for validation in a
@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from omnilead.data_tools.dataset import VENDORS, Dataset
 from omnilead.data_tools.ecg.constants import SYNTHETIC
 
-HOLD_OUT_KEY = b"omnilead data.hold_out"
+HOLD_OUT_HASH_KEY = b"omnilead data.hold_out"
 OWNER_COLUMNS = ("source", "patient", "record")
 # number of leading bits of a waveform's number that tell most waveforms apart
 WAVEFORM_PREFIX_BITS = 24
@@ -164,14 +164,14 @@ def patient_ids(datasets: Sequence[Dataset]) -> list[np.ndarray]:
 def owner_ids(
     datasets: Sequence[Dataset], owner_N: np.ndarray, known_N: np.ndarray
 ) -> list[np.ndarray]:
-    """Returns, for each dataset, int64 [crops]: a number for every crop's owner, odd where the
-    patient is known."""
+    """Returns, for each dataset, int64 [crops]: an odd number for the patient of each crop, or an
+    even number for its record if the patient is unknown."""
     ids_N = owner_N.astype(np.int64) << 1 | known_N
     ends = np.cumsum([len(dataset) for dataset in datasets])
     return np.split(ids_N, ends[:-1])
 
 
-def age_and_sex(datasets: Sequence[Dataset]) -> list[np.ndarray]:
+def age_and_sex_targets(datasets: Sequence[Dataset]) -> list[np.ndarray]:
     """Returns float32 [crops, 2] for each dataset: every crop's age, in standard deviations from
     the mean, and its sex, 1 for a man and 0 for a woman. NaN where unknown, and for synthetic
     patients, whose age and sex have nothing to do with their ECGs."""
@@ -191,7 +191,7 @@ def age_and_sex(datasets: Sequence[Dataset]) -> list[np.ndarray]:
 
 def uniform_hashes(names: pa.Array) -> np.ndarray:
     """Returns a number in [0, 1) for each name, made from a hash of the name."""
-    bits = np.frombuffer(keyed_digests(names, HOLD_OUT_KEY, 8), ">u8") >> np.uint64(11)
+    bits = np.frombuffer(keyed_digests(names, HOLD_OUT_HASH_KEY, 8), ">u8") >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
 
 

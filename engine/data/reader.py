@@ -54,8 +54,8 @@ log = logging.getLogger(__name__)
 def use_one_thread() -> None:
     """Keeps torch from starting OpenMP threads for the operations of the calling thread, since
     they would take cores from the training step."""
-    # makes torch initialise its number of threads in this thread now; at the first operation, that
-    # would reset the number set for OpenMP below
+    # makes torch initialise its number of threads in this thread now. Otherwise it would do so at
+    # its first operation, and reset the number that is set for OpenMP below
     torch.get_num_threads()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).omp_set_num_threads(1)
@@ -217,16 +217,16 @@ class CropReader:
             buffers.append(buffer.numpy())
         return buffers
 
-    def read(self, places: Places, crops: np.ndarray) -> ReadReport:
-        """Reads the crops at `places` into `crops`, int16 [n, 12, 5000] in microvolts. Raises
-        DatasetError at a bad crop that may not be skipped; `crops` is then invalid."""
+    def read(self, places: Places, output: np.ndarray) -> ReadReport:
+        """Reads the crops at `places` into `output`, int16 [n, 12, 5000] in microvolts. Raises
+        DatasetError at a bad crop that may not be skipped; `output` is then invalid."""
         count = len(places.row)
-        if crops.dtype != np.int16 or crops.shape != (count, *CROP_SHAPE):
+        if output.dtype != np.int16 or output.shape != (count, *CROP_SHAPE):
             raise ValueError(
-                f"an array of {crops.dtype} {list(crops.shape)} cannot hold {count} crops of int16 "
+                f"an array of {output.dtype} {list(output.shape)} cannot hold {count} crops of int16 "
                 f"{list(CROP_SHAPE)}"
             )
-        return self.read_to(places, crops).report_of_batch(slice(0, count))
+        return self.read_to(places, output).report_of_batch(slice(0, count))
 
     def read_to(self, places: Places, output: np.ndarray | CropSink) -> ReadReport:
         """Reads crops into an array or a CropSink. A bad crop that may not be skipped raises no

@@ -236,9 +236,9 @@ class Input(InputFormat):
             parts = [band_pass(chunk_BLT, self.band_hz) for chunk_BLT in x_BLT.split(at_a_time)]
             x_BLT = torch.cat(parts)
         if self.fs_hz != FS_HZ and self.resamples_by_halves:
-            x_BLT = resample_tensor(x_BLT.unflatten(2, (-1, HALF)), self.fs_hz).flatten(2)
+            x_BLT = resample_from_500_hz(x_BLT.unflatten(2, (-1, HALF)), self.fs_hz).flatten(2)
         elif self.fs_hz != FS_HZ:
-            x_BLT = resample_tensor(x_BLT, self.fs_hz)
+            x_BLT = resample_from_500_hz(x_BLT, self.fs_hz)
         if self.clip_mv:
             x_BLT = x_BLT.clamp(-self.clip_mv, self.clip_mv)
         if self.scale != "zscore":
@@ -289,10 +289,10 @@ def _band_pass_response(
     return torch.from_numpy(spectrum).to(device, torch.complex64)
 
 
-def resample_tensor(x: Tensor, fs_hz: float) -> Tensor:
-    """Resample x from 500 Hz to fs_hz along the last axis, as data_tools.ecg.resampling.resample does. A
+def resample_from_500_hz(x: Tensor, to_hz: float) -> Tensor:
+    """Resample x from 500 Hz to to_hz along the last axis, as data_tools.ecg.resampling.resample does. A
     convolution makes a block of output samples at each position."""
-    down, up = rate_ratio(fs_hz)
+    down, up = rate_ratio(to_hz)
     if up == down:  # true for 500 Hz and for rates that are rounded to it, such as 499.999 Hz
         return x
     blocks = -(-RESAMPLED_BLOCK_SAMPLES // up)
@@ -304,12 +304,12 @@ def resample_tensor(x: Tensor, fs_hz: float) -> Tensor:
     rows_R1T = F.pad(x.reshape(-1, 1, samples), (margin, margin + padding), mode="replicate")
     made_RUN = F.conv1d(rows_R1T, weight_UK[:, None], stride=stride)
     samples_made = made_RUN.transpose(1, 2).reshape(*x.shape[:-1], -1)
-    return samples_made[..., : resampled_length(fs_hz, samples)]
+    return samples_made[..., : resampled_length(to_hz, samples)]
 
 
 @lru_cache(maxsize=2)
 def _resampling_weights(up: int, down: int, blocks: int, device: torch.device) -> Tensor:
-    """Return the weights [blocks * up, K] of the convolution in resample_tensor. At each position it makes
+    """Return the weights [blocks * up, K] of the convolution in resample_from_500_hz. At each position it makes
     blocks * up output samples, each a weighted sum of K neighbouring samples at 500 Hz."""
     # the resampling filter reaches this many samples at 500 Hz to each side
     reach = -(-10 * max(up, down) // up)

@@ -42,7 +42,7 @@ from .objectives import (
 from .quantizer import Quantized, Quantizer
 
 
-class LocalOutput(NamedTuple):
+class LocalHeadOutput(NamedTuple):
     """What LocalHead returns for the masked tokens of a batch."""
 
     context_RMP: Tensor
@@ -61,10 +61,10 @@ class LocalHead(nn.Module):
         self.target = nn.Linear(config.code_width, config.projection)
         self.context = nn.Linear(width, config.projection)
 
-    def forward(self, c_RND: Tensor, z_RNF: Tensor, draws: Draws, tau: Tensor) -> LocalOutput:
+    def forward(self, c_RND: Tensor, z_RNF: Tensor, draws: Draws, tau: Tensor) -> LocalHeadOutput:
         z_RMF = self.dropout(take_tokens(z_RNF, draws.slot_RM))
         quantized = self.quantizer(z_RMF, draws.valid_RM, tau, draws.noise_RMGV)
-        return LocalOutput(
+        return LocalHeadOutput(
             self.context(take_tokens(c_RND, draws.slot_RM)),
             self.target(quantized.values_RMP),
             quantized,
@@ -131,7 +131,7 @@ class Pretrainer(nn.Module):
         `keys_BS` are int64 keys for the random draws, which `draws` replaces (rows ordered by crop, then
         half). `tau` is the Gumbel temperature, a scalar tensor. `ids_B` are the patients, for objectives
         that need them (ObjectiveConfig.needs_patient_ids). `attributes_B2` are age and sex as from
-        engine.data.patients.age_and_sex, for ObjectiveConfig.attributes. In eval mode, codes are not
+        engine.data.patients.age_and_sex_targets, for ObjectiveConfig.attributes. In eval mode, codes are not
         sampled and there is no dropout.
         """
         views, objective = x_BSLT.shape[1], self.objective

@@ -33,7 +33,7 @@ from omnilead.data_tools.io.terminal import (
     file_error_parts,
     guard_streams,
     is_out_of_memory,
-    show,
+    print_result,
     tell,
 )
 
@@ -388,7 +388,7 @@ def note_for_torchrun(line: str) -> None:
 def exit_process(code: int) -> NoReturn:
     """Exits without shutting down the interpreter: gloo threads that still hold tensors would
     raise SIGABRT then."""
-    code = show("") or code
+    code = print_result("") or code
     sys.stderr.flush()
     os._exit(code)
 

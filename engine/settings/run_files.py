@@ -32,6 +32,9 @@ LABELS = "labels.parquet"  # the label table that a run was fine-tuned on
 
 VALID_PREFIX = "valid/"  # prefix of validation metrics where they appear beside training metrics
 
+# crops trained on, and the seconds that they took
+CropsAndSeconds = tuple[float, float]
+
 
 class MetricRows(NamedTuple):
     rows: list[dict[str, Any]]  # one row for each step, ascending
@@ -56,7 +59,7 @@ def read_metric_rows(path: Path) -> MetricRows:
     return MetricRows([by_step[step] for step in sorted(by_step)], unreadable)
 
 
-def crops_and_seconds(rows: list[dict[str, Any]]) -> list[tuple[float, float]]:
+def crops_and_seconds(rows: list[dict[str, Any]]) -> list[CropsAndSeconds]:
     """Returns (crops, seconds of training) between each row and the one before it. The seconds
     exclude validation and checkpoints, as crops_per_s does. Rows without crops_per_s are left
     out."""

@@ -15,7 +15,7 @@ from omnilead.data_tools.dataset import Dataset
 
 from ..data.augmenter import crop_key, to_device
 from ..data.loader import Batch
-from ..data.patients import age_and_sex, patient_ids
+from ..data.patients import age_and_sex_targets, patient_ids
 from ..model.draws import row_keys
 from ..settings.counter import RandomStream, uniform
 from .config import Config, RunConfig
@@ -57,7 +57,7 @@ class PretrainInputs:
         self.views = config.pipeline.views
         objective = config.objective
         self.patients = patient_ids(datasets) if datasets and objective.needs_patient_ids else None
-        self.attributes = age_and_sex(datasets) if objective.attributes else []
+        self.attributes = age_and_sex_targets(datasets) if objective.attributes else []
 
     def __call__(self, batch: Batch, tau: Tensor | None = None) -> Arguments:
         x_BSLT = self.windows(batch)

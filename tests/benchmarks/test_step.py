@@ -35,7 +35,7 @@ BASE = step.StepRun(step.OURS, "fp32", threads=1)
 def test_the_recreation_gives_our_loss_and_gradients(changes, tiny):
     step.set_up(BASE)
     config = replace(step.config_of(tiny).model, **changes)
-    model, sides = step.model_and_losses(config, pairs=3)
+    model, sides = step.model_with_both_losses(config, pairs=3)
     losses = [side() for side in sides]
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
     names, weights = zip(*model.named_parameters(), strict=True)

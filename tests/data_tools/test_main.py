@@ -197,7 +197,7 @@ def test_an_interrupted_synth_must_be_started_again(shell, tmp_path, monkeypatch
 
 def test_text_of_a_file_does_not_control_the_terminal(capsys):
     text, shown = "a\x1b[31m\r\x9b\x00\nb", r"a\x1b[31m\r\x9b\x00"
-    for says in (cli.show, cli.say, cli.echo):
+    for says in (cli.print_result, cli.say, cli.echo):
         says(text)
         assert capsys.readouterr().out.rstrip("\n") == f"{shown}\nb"
     cli.tell(text)

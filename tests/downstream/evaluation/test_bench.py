@@ -424,19 +424,19 @@ def test_in_cross_validation_an_ecg_is_ranked_in_its_own_fold_alone():
     weight = bootstrap_weights(np.arange(90) // 2)
     for shift in (0, 9):
         scores = (score + shift * fold)[:, None]
-        found = differences.metrics_by_fold("binary", y[:, None], scores, weight, fold)
+        found = differences.cross_validated_metrics("binary", y[:, None], scores, weight, fold)
         for column in (0, 1):  # all ECGs, and a resample
             right = []
             rows = np.repeat(np.arange(90), weight[:, column].astype(int))
             for i in rows[y[rows] == 1]:
                 right += (score[i] > score[rows[(y[rows] == 0) & (fold[rows] == fold[i])]]).tolist()
             assert found["auroc"][0, column] == pytest.approx(np.mean(right))
-    one = differences.metrics_by_fold("binary", y[:, None], scores, weight, 0 * fold)
+    one = differences.cross_validated_metrics("binary", y[:, None], scores, weight, 0 * fold)
     whole = differences.metrics_by_class("binary", y[:, None], scores, weight)
     for name, value in whole.items():
         np.testing.assert_allclose(one[name], value, rtol=1e-6)
     values = y[:, None] + 3
-    ages = differences.metrics_by_fold("regression", values, scores, weight, fold)
+    ages = differences.cross_validated_metrics("regression", values, scores, weight, fold)
     assert ages["mae"][0, 0] == pytest.approx(np.nanmean(np.abs(values - scores)))
 
 
@@ -445,7 +445,7 @@ def test_a_fold_whose_event_comes_last_has_no_pair():
     y, fold = np.where(np.arange(31) % 3, -time, time), np.append(np.arange(30) % 2, 2)
     y[30] = 99  # alone in its fold
     scores, weight = -time[:, None], bootstrap_weights(np.arange(31))
-    found = differences.metrics_by_fold("survival", y[:, None], scores, weight, fold)
+    found = differences.cross_validated_metrics("survival", y[:, None], scores, weight, fold)
     assert found["c_index"][0, 0] == 1 and np.isfinite(found["c_index"]).all()
 
 

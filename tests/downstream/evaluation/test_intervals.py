@@ -8,8 +8,8 @@ from scipy.special import expit
 from omnilead.downstream.evaluation import differences
 from omnilead.downstream.evaluation.differences import (
     bootstrap_weights,
+    cross_validated_metrics,
     metrics_by_class,
-    metrics_by_fold,
     score_interval,
 )
 from omnilead.downstream.tasks.metrics import bca_interval, bootstrap_interval, statistic_of
@@ -57,7 +57,9 @@ def of_bench(kind, patient_N, y_N1, score_N1):
 
 
 def of_folds(kind, patient_N, y_N1, score_N1, ends_of=score_interval):
-    samples = metrics_by_fold(kind, y_N1, score_N1, bootstrap_weights(patient_N), patient_N % 5)
+    samples = cross_validated_metrics(
+        kind, y_N1, score_N1, bootstrap_weights(patient_N), patient_N % 5
+    )
     return {name: ends_of(values_1B[0]) for name, values_1B in samples.items()}
 
 

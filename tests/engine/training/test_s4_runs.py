@@ -15,7 +15,7 @@ from torch import nn
 import omnilead
 from omnilead.__main__ import main
 from omnilead.engine import pretrain
-from omnilead.engine.model.input import resample_tensor
+from omnilead.engine.model.input import resample_from_500_hz
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training.config import build_config, check_config, load_config
@@ -90,7 +90,7 @@ def test_a_plan_of_the_authors_recipe(dataset, tmp_path, capsys):
     assert "model: 3,194,880 parameters, 5.401 GFLOP a crop" in said
     assert "activations of 16 crops" in said
     assert (
-        type(resample_tensor(torch.ones(1, 5000), 240)) is torch.Tensor
+        type(resample_from_500_hz(torch.ones(1, 5000), 240)) is torch.Tensor
     )  # what follows has numbers
 
 
