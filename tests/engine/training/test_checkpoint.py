@@ -410,7 +410,7 @@ def test_a_forged_loader_state_is_refused_by_name(text, tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes", "says"),
     [
-        ("loader-rank0.json", {"crops_seen": 8}, "loader's state of step 1"),
+        ("loader-rank0.json", {"crops_seen": 8}, "the loader's state is of step 1"),
         ("state.json", {"step": 1, "crops_seen": 8}, "state.json is of step 1"),
         ("state.json", {"config": {"train": {"lr": "x"}}}, "state.json: config: train.lr='x'"),
         ("state.json", {"crops_seen": 99}, "crops_seen=99, but 3 steps of 8 crops make 24"),
