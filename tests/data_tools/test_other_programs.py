@@ -141,7 +141,10 @@ def test_a_flipped_bit_never_becomes_a_crop(small, tmp_path):
             lambda made: made.torch("all", labels="none.csv"),
             "none.csv: labels must be columns of n",
         ),
-        (lambda made: made.torch("all", labels="empty.csv"), "no crop of the role all has a known value"),
+        (
+            lambda made: made.torch("all", labels="empty.csv"),
+            "no crop of the role all has a known value",
+        ),
         (lambda made: made.zarr(), "has no store.zarr: build it with `format` both"),
     ],
 )

@@ -211,6 +211,7 @@ def test_initial_weights_follow_the_generator_alone():
 def test_nothing_in_a_step_breaks_the_graph(how):
     """One graph, or one for each part, for any draws: only traced, as compiling would take
     minutes."""
+    torch._dynamo.reset()  # or the graph of a model that another test compiled counts as the first
     model = seeded(replace(SMALL, conv=((32, 4),) * 2, layers=1))
     compiled = copy.deepcopy(model)
     compile_model(compiled, how, backend="aot_eager", fullgraph=True, dynamic=False)
